@@ -1,0 +1,53 @@
+"""A replay buffer that lives on disk, compressed, and is sampled at the speed of RAM."""
+
+from __future__ import annotations
+
+from zbuffer.buffer import Buffer, create, open
+from zbuffer.errors import (
+    BufferExistsError,
+    BufferLockedError,
+    BufferNotFoundError,
+    ClosedError,
+    DamagedError,
+    EpisodeError,
+    NotABufferError,
+    ReadOnlyError,
+    RowNotFoundError,
+    SampleError,
+    SchemaError,
+    StorageError,
+    ZBufferError,
+)
+from zbuffer.format.geometry import Codec
+from zbuffer.loading.batch import Batch
+from zbuffer.loading.loader import Loader
+from zbuffer.sampling.episodes import Episode, Episodes
+from zbuffer.schema import Field, Schema
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Buffer",
+    "BufferExistsError",
+    "BufferLockedError",
+    "BufferNotFoundError",
+    "ClosedError",
+    "Codec",
+    "DamagedError",
+    "Episode",
+    "EpisodeError",
+    "Episodes",
+    "Field",
+    "Loader",
+    "NotABufferError",
+    "ReadOnlyError",
+    "RowNotFoundError",
+    "SampleError",
+    "Schema",
+    "SchemaError",
+    "StorageError",
+    "ZBufferError",
+    "create",
+    "open",
+]

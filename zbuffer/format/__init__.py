@@ -1,0 +1,1 @@
+"""The bytes of a buffer, pure: names, geometry, documents, codecs."""

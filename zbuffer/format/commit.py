@@ -1,0 +1,128 @@
+"""The commit document: the one JSON that says which rows a buffer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zbuffer.errors import DamagedError, NotABufferError
+from zbuffer.format.geometry import Codec
+from zbuffer.schema import STEP_TYPE, Field, Schema
+
+FORMAT = 1
+#: The built-in field that says which part of its episode a row is.
+STEP_TYPE_FIELD = Field((), "uint8", "extra")  # type: ignore[arg-type]  # dtype is normalised
+FIRST, MID, LAST, NO_ROW = 0, 1, 2, 255
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a buffer is and which of its rows are committed.
+
+    Attributes
+    ----------
+    first_row, rows
+        Committed rows are ``[first_row, rows)``.
+    steps
+        How many of them are steps (rows that are not LAST).
+    epoch
+        Grows by one with each writer that opens the buffer.
+    capacity_rows, capacity_nbytes
+        The limit, if any, in rows or in bytes on disk.
+    """
+
+    schema: Schema
+    codecs: Mapping[str, Codec]
+    chunk_rows: int
+    first_row: int = 0
+    rows: int = 0
+    steps: int = 0
+    epoch: int = 1
+    capacity_rows: int | None = None
+    capacity_nbytes: int | None = None
+    lanes: int = 1
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """All stored fields: the schema's, then ``step_type``."""
+        return {**self.schema, STEP_TYPE: STEP_TYPE_FIELD}
+
+    @property
+    def first_chunk(self) -> int:
+        """Index of the oldest live chunk."""
+        return self.first_row // self.chunk_rows
+
+    @property
+    def stop_chunk(self) -> int:
+        """One past the index of the newest chunk that holds a committed row."""
+        return -(-self.rows // self.chunk_rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as plain JSON values."""
+        return {
+            "format": FORMAT,
+            "schema": self.schema.to_json(),
+            "codecs": {name: codec.to_json() for name, codec in self.codecs.items()},
+            "chunk_rows": self.chunk_rows,
+            "segment_rows": self.chunk_rows,
+            "lanes": self.lanes,
+            "capacity_rows": self.capacity_rows,
+            "capacity_nbytes": self.capacity_nbytes,
+            "first_row": self.first_row,
+            "rows": self.rows,
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "snapshots": {},
+            "notes": dict(self.notes),
+        }
+
+
+def read_root(document: Any, path: str) -> Commit:
+    """Read the commit out of a root ``zarr.json``.
+
+    Raises
+    ------
+    NotABufferError
+        The document is of something else, or of a format that is not known here.
+    DamagedError
+        The document is ours but does not hold together.
+    """
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    body = attributes.get("zbuffer") if isinstance(attributes, dict) else None
+    if not isinstance(body, dict):
+        raise NotABufferError(f"{path} is a Zarr node but not a zbuffer")
+    if body.get("format") != FORMAT:
+        raise NotABufferError(
+            f"{path} has format {body.get('format')!r}; this version of zbuffer reads format 1"
+        )
+    try:
+        return _read_commit(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"the commit document of {path} does not hold together: {error}") from error
+
+
+def _read_commit(body: Mapping[str, Any]) -> Commit:
+    schema = Schema.from_json(body["schema"])
+    codecs = {name: Codec(**values) for name, values in body["codecs"].items()}
+    if set(codecs) != {*schema, STEP_TYPE}:
+        raise ValueError("codecs and fields differ")
+    numbers = {
+        key: body[key] for key in ("chunk_rows", "first_row", "rows", "steps", "epoch", "lanes")
+    }
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{key} is {value!r}")
+    if numbers["chunk_rows"] < 1 or not numbers["first_row"] <= numbers["rows"]:
+        raise ValueError("row counts do not fit together")
+    if body["segment_rows"] != numbers["chunk_rows"] or numbers["lanes"] != 1:
+        raise ValueError("lanes are not known to this version")
+    return Commit(
+        schema=schema,
+        codecs=codecs,
+        capacity_rows=body["capacity_rows"],
+        capacity_nbytes=body["capacity_nbytes"],
+        notes=body["notes"],
+        **numbers,
+    )

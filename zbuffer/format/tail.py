@@ -1,0 +1,78 @@
+"""The bytes of a tail page: rows that are not in a sealed chunk yet.
+
+A page is one file, ``tail/<chunk>``, for the rows of one chunk. It is private to
+the host, but readers on the same host map it too.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from zbuffer.errors import DamagedError
+from zbuffer.format.commit import Commit
+
+HEADER_NBYTES = 4096
+STATE_AT = 64
+_MAGIC = b"zbuftail"
+_HEADER = struct.Struct("<8sIIqqq")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where each field lies in a tail page.
+
+    Attributes
+    ----------
+    offsets
+        First byte of each field's rows. A page has room for one row more than a
+        chunk: the observation after its last row.
+    nbytes
+        Size of the file.
+    """
+
+    chunk_rows: int
+    offsets: dict[str, int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, commit: Commit) -> PageLayout:
+        """Return the layout that follows from schema and geometry."""
+        at = HEADER_NBYTES
+        offsets = {}
+        for name, field in commit.fields.items():
+            offsets[name] = at
+            at += -(-field.nbytes * (commit.chunk_rows + 1) // 64) * 64
+        return cls(commit.chunk_rows, offsets, at)
+
+    def header(self, chunk: int, epoch: int) -> bytes:
+        """Return the header of an empty page."""
+        return _HEADER.pack(_MAGIC, _VERSION, 0, self.nbytes, chunk, epoch)
+
+    def check(self, data: memoryview, chunk: int) -> int:
+        """Return the epoch in a page's header; DamagedError where it is not this page's."""
+        magic, version, _, nbytes, number, epoch = _HEADER.unpack_from(data)
+        if (magic, version, nbytes, number) != (_MAGIC, _VERSION, self.nbytes, chunk):
+            raise DamagedError(f"tail page {chunk} has a header that does not fit the schema")
+        return int(epoch)
+
+
+def pack_state(count: int, *, pending: bool) -> int:
+    """Return the state word of a page: its rows, and whether one observation follows.
+
+    One aligned word, so that a kill leaves the old state or the new one.
+    """
+    return 2 * count + pending
+
+
+def unpack_state(state: int) -> tuple[int, bool]:
+    """Return the rows of a page, and whether one more observation follows them."""
+    return state >> 1, bool(state & 1)
+
+
+def state_word(data: memoryview) -> np.ndarray:
+    """Return the state of a mapped page as an int64 array of one item."""
+    return np.frombuffer(data, np.int64, 1, STATE_AT)

@@ -1,0 +1,1 @@
+"""Batches: drawn, assembled, prefetched, and brought to the device."""

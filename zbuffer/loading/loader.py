@@ -1,0 +1,158 @@
+"""The stream of batches that a training loop takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from zbuffer.errors import ClosedError, RowNotFoundError
+from zbuffer.loading.batch import Assembler
+from zbuffer.loading.prefetch import Prefetcher
+from zbuffer.loading.upload import Ready, Transform, Uploader
+from zbuffer.reading.chunks import View
+from zbuffer.sampling.samplers import Sampler, generator
+
+#: Rows may be evicted between draw and gather; drawing again finds live ones.
+_TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatistics:
+    """What a loader has done so far.
+
+    Attributes
+    ----------
+    batches
+        Batches handed out.
+    wait_s
+        Seconds that ``next()`` waited for a batch.
+    make_s
+        Seconds spent on making batches, on the prefetch thread if there is one.
+    """
+
+    batches: int
+    wait_s: float
+    make_s: float
+
+
+class Loader:
+    """An endless iterator of batches; make it with :meth:`zbuffer.Buffer.loader`.
+
+    Batch ``i`` depends on the seed, on ``i`` and on the rows there are when it is
+    drawn, and on nothing else.
+
+    Notes
+    -----
+    One thread takes batches. :meth:`close`, or leaving the ``with`` block, ends
+    the prefetch thread.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[], View],
+        assembler: Assembler,
+        sampler: Sampler,
+        uploader: Uploader,
+        *,
+        batch_size: int,
+        seed: int,
+        prefetch: int,
+        transform: Transform | None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self._view = view
+        self._assembler = assembler
+        self._sampler = sampler
+        self._uploader = uploader
+        self._batch_size = batch_size
+        self._seed = seed
+        self._transform = transform
+        self._rng = rng
+        self._step = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._batches, self._wait_s, self._make_s = 0, 0.0, 0.0
+        self._prefetcher = Prefetcher(self._make, prefetch) if prefetch > 0 else None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch.
+
+        Raises
+        ------
+        SampleError
+            The buffer is empty, or no row has the window.
+        ClosedError
+            The loader, or its buffer, is closed.
+        """
+        if self._closed:
+            raise ClosedError("the loader is closed")
+        if self._prefetcher is None:
+            start = time.perf_counter()
+            ready = self._make()
+            waited = time.perf_counter() - start
+        else:
+            ready, waited = self._prefetcher.take()
+        ready.receive()
+        with self._lock:
+            self._batches += 1
+            self._wait_s += waited
+        return ready.batch
+
+    def statistics(self) -> LoaderStatistics:
+        """Return counts and times so far."""
+        with self._lock:
+            return LoaderStatistics(self._batches, self._wait_s, self._make_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loader is closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """End the prefetch thread; calling it again does nothing."""
+        self._closed = True
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _make(self) -> Ready:
+        start = time.perf_counter()
+        rng = self._rng or generator(self._seed, self._step)
+        self._uploader.begin()
+        for attempt in range(_TRIES):
+            view = self._view()
+            try:
+                windows, weights = self._assembler.draw(
+                    self._batch_size, view, self._sampler, rng
+                )
+                assembled = self._assembler.assemble(
+                    windows, view, self._uploader.allocate, weights
+                )
+                break
+            except RowNotFoundError:
+                if attempt == _TRIES - 1:
+                    raise
+        ready = self._uploader.upload(assembled, self._transform)
+        self._step += 1
+        with self._lock:
+            self._make_s += time.perf_counter() - start
+        return ready

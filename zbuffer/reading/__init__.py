@@ -1,0 +1,1 @@
+"""Chunks to rows: mapped chunks, the gather, and small fields kept decoded."""

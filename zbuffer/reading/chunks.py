@@ -1,0 +1,238 @@
+"""Row ids to the memory that holds them: mapped chunks and raw tail pages."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zbuffer.errors import DamagedError, RowNotFoundError
+from zbuffer.format.layout import chunk_path
+from zbuffer.reading.gather import Gather
+from zbuffer.schema import Field
+from zbuffer.storage import Store
+from zbuffer.storage.pages import Page
+
+Array = np.ndarray[Any, Any]
+#: Chunks of one field that stay mapped.
+MAX_MAPPED = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The rows of a buffer at one moment: ids in ``[first, stop)``.
+
+    Attributes
+    ----------
+    pages
+        Tail pages by chunk, for the rows that no chunk file has yet.
+    pending
+        The page with one observation more, that of row ``stop``, or None.
+    """
+
+    first: int
+    stop: int
+    pages: dict[int, Page]
+    pending: Page | None = None
+
+    @property
+    def readable_stop(self) -> int:
+        """One past the last id whose observation can be read."""
+        return self.stop + (self.pending is not None)
+
+
+class FieldChunks:
+    """The chunks of one field, mapped at first use and kept.
+
+    Notes
+    -----
+    Any thread may call the methods. What :meth:`gather` reads is pinned while it
+    reads, so a chunk may be forgotten or deleted meanwhile.
+    """
+
+    def __init__(
+        self, store: Store, name: str, field: Field, chunk_rows: int, gather: Gather
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._field = field
+        self._chunk_rows = chunk_rows
+        self._gather = gather
+        self._lock = threading.Lock()
+        self._base = 0
+        self._addrs = np.zeros(0, np.uint64)
+        self._sizes = np.zeros(0, np.int64)
+        self._owners: list[Any] = []
+        self._mapped: deque[int] = deque()
+
+    def gather(self, view: View, ids: Array, dest: Array, n_threads: int) -> int:
+        """Fill ``dest[i]`` with the item of row ``ids[i]``; returns blocks decoded.
+
+        Parameters
+        ----------
+        view
+            Rows that may be read.
+        ids
+            int64 row ids, in any order, repeated or not.
+        dest
+            C-contiguous array of ``len(ids)`` items of the field.
+
+        Raises
+        ------
+        RowNotFoundError
+            An id is not in the view, or its chunk was evicted meanwhile.
+        DamagedError
+            A chunk does not decode to what the schema says.
+        """
+        if len(ids) == 0:
+            return 0
+        if ids.min() < view.first or ids.max() >= view.readable_stop:
+            raise RowNotFoundError(
+                f"rows are {view.first} to {view.stop - 1}, got "
+                f"{int(ids.min())} to {int(ids.max())}"
+            )
+        if self._field.nbytes == 0:
+            return 0
+        order = np.argsort(ids)
+        rows = ids[order]
+        chunks = rows // self._chunk_rows
+        if view.pending is not None:
+            # The pending observation lies behind the rows of its page, which may be full.
+            chunks[rows == view.stop] = view.pending.chunk
+        rows -= chunks * self._chunk_rows
+        addrs, sizes, owners = self._look_up(view, chunks)
+        if view.pending is not None:
+            # Its page itself, not what the table says of its chunk: that may be
+            # sealed by now, and a chunk has no room for one row more.
+            pending = view.pending.columns[self._name]
+            behind = order[np.searchsorted(ids, view.stop, sorter=order) :]
+            if len(behind):
+                addrs[-len(behind) :] = pending.ctypes.data
+                sizes[-len(behind) :] = -len(pending)
+        result = self._gather(
+            dest,
+            self._field.nbytes,
+            self._field.nbytes * self._chunk_rows,
+            addrs,
+            sizes,
+            rows,
+            order,
+            n_threads,
+        )
+        del owners
+        if result < 0:
+            chunk = int(chunks[-1 - result])
+            key = chunk_path(self._name, self._field, chunk)
+            raise DamagedError(f"{self._store.path}/{key} is damaged: it does not decode")
+        return result
+
+    def forget(self, chunk: int) -> None:
+        """Drop what is known of a chunk; the next use looks again."""
+        with self._lock:
+            self._drop(chunk)
+
+    def forget_before(self, chunk: int) -> None:
+        """Drop what is known of all chunks before this one: they are evicted."""
+        with self._lock:
+            n = min(chunk - self._base, len(self._owners))
+            if n > 0:
+                self._addrs = self._addrs[n:].copy()
+                self._sizes = self._sizes[n:].copy()
+                self._owners = self._owners[n:]
+                self._base += n
+
+    def forget_from(self, chunk: int) -> None:
+        """Drop what is known of this chunk and those after it."""
+        with self._lock:
+            for number in range(max(chunk, self._base), self._base + len(self._owners)):
+                self._drop(number)
+
+    def _look_up(self, view: View, chunks: Array) -> tuple[Array, Array, list[Any]]:
+        """Return address and size for each entry's chunk, and what keeps them alive."""
+        with self._lock:
+            self._reserve(view.first // self._chunk_rows, int(chunks[-1]))
+            at = chunks - self._base
+            addrs = self._addrs[at]
+            if not addrs.all():
+                for chunk in np.unique(chunks[addrs == 0]).tolist():
+                    self._load(view, chunk)
+                addrs = self._addrs[at]
+            first = np.ones(len(at), bool)
+            first[1:] = at[1:] != at[:-1]
+            owners = self._owners
+            pinned = [owners[i] for i in at[first].tolist()]
+            sizes = self._sizes[at]
+            self._trim(set(chunks[first].tolist()))
+            return addrs, sizes, pinned
+
+    def _reserve(self, first: int, last: int) -> None:
+        if not self._owners:
+            self._base = first
+        if first < self._base:
+            n = self._base - first
+            self._addrs = np.concatenate((np.zeros(n, np.uint64), self._addrs))
+            self._sizes = np.concatenate((np.zeros(n, np.int64), self._sizes))
+            self._owners = [None] * n + self._owners
+            self._base = first
+        missing = last + 1 - self._base - len(self._owners)
+        if missing > 0:
+            missing += len(self._owners) // 4 + 16
+            self._addrs = np.concatenate((self._addrs, np.zeros(missing, np.uint64)))
+            self._sizes = np.concatenate((self._sizes, np.zeros(missing, np.int64)))
+            self._owners.extend([None] * missing)
+
+    def _load(self, view: View, chunk: int) -> None:
+        at = chunk - self._base
+        page = view.pages.get(chunk)
+        if page is not None and not page.retired:
+            column = page.columns[self._name]
+            self._owners[at] = page
+            self._addrs[at] = column.ctypes.data
+            self._sizes[at] = -len(column)
+            return
+        key = chunk_path(self._name, self._field, chunk)
+        try:
+            owner = self._store.map(key)
+        except FileNotFoundError:
+            raise RowNotFoundError(
+                f"chunk {chunk} of field {self._name!r} is gone: its rows were evicted, "
+                "or its file is missing"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise DamagedError(f"{self._store.path}/{key} cannot be mapped: {error}") from error
+        data = np.frombuffer(owner, np.uint8)
+        if len(data) <= 20:
+            raise DamagedError(f"{self._store.path}/{key} is damaged: {len(data)} bytes")
+        self._owners[at] = data
+        self._addrs[at] = data.ctypes.data
+        self._sizes[at] = len(data) - 4
+        self._mapped.append(chunk)
+
+    def _drop(self, chunk: int) -> None:
+        at = chunk - self._base
+        if 0 <= at < len(self._owners):
+            self._owners[at] = None
+            self._addrs[at] = 0
+
+    def _trim(self, in_use: set[int]) -> None:
+        while len(self._mapped) > MAX_MAPPED:
+            chunk = self._mapped.popleft()
+            if chunk in in_use:
+                self._mapped.append(chunk)
+                if len(in_use) >= MAX_MAPPED:
+                    return
+            else:
+                self._drop(chunk)
+
+
+def check_chunk(store: Store, name: str, field: Field, chunk: int) -> None:
+    """Compare the crc32c of one chunk; DamagedError where it differs."""
+    import google_crc32c
+
+    key = chunk_path(name, field, chunk)
+    data = store.read(key)
+    if google_crc32c.value(data[:-4]).to_bytes(4, "little") != data[-4:]:
+        raise DamagedError(f"{store.path}/{key} does not match its checksum")

@@ -1,0 +1,107 @@
+"""Small fields, decoded once and kept: what windows and n-step sums are computed from."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zbuffer.format.commit import Commit
+from zbuffer.format.geometry import SMALL_NBYTES
+from zbuffer.reading.chunks import FieldChunks, View
+from zbuffer.schema import STEP_TYPE
+
+Array = np.ndarray[Any, Any]
+#: Rows that are decoded at a time when a column is filled.
+_SLAB_ROWS = 1 << 18
+
+
+class _Kept(NamedTuple):
+    """Rows ``[base, stop)``; one value, so that a reader without the lock sees one moment."""
+
+    values: Array
+    base: int
+    stop: int
+
+
+class Column:
+    """The live rows of one field as a plain array that grows with them.
+
+    Notes
+    -----
+    Any thread may call the methods. An array that was returned stays valid: rows
+    never change, and a grown or trimmed column is a new array.
+    """
+
+    def __init__(self, chunks: FieldChunks, dtype: Any, shape: tuple[int, ...]) -> None:
+        self._chunks = chunks
+        self._lock = threading.Lock()
+        self._kept = _Kept(np.empty((0, *shape), dtype), 0, 0)
+
+    def upto(self, view: View, n_threads: int) -> tuple[Array, int]:
+        """Return an array and the id of its item 0; items of the view are filled."""
+        kept = self._kept
+        if kept.stop < view.stop or kept.base > view.first:
+            with self._lock:
+                kept = self._fill(view, n_threads)
+        return kept.values, kept.base
+
+    def forget_from(self, row: int) -> None:
+        """Drop rows from this id on; they are read again."""
+        with self._lock:
+            values, base, stop = self._kept
+            self._kept = _Kept(values, base, min(stop, max(row, base)))
+
+    def _fill(self, view: View, n_threads: int) -> _Kept:
+        values, base, have = self._kept
+        if base > view.first or have < view.first:
+            base = have = view.first
+        if view.stop - base > len(values):
+            live = view.stop - view.first
+            grown = np.empty((live + live // 2 + 1024, *values.shape[1:]), values.dtype)
+            start = max(view.first, base)
+            grown[: have - start] = values[start - base : have - base]
+            values, base = grown, start
+        while have < view.stop:
+            stop = min(view.stop, have + _SLAB_ROWS)
+            target = values[have - base : stop - base]
+            self._chunks.gather(view, np.arange(have, stop), target, n_threads)
+            have = stop
+        self._kept = _Kept(values, base, have)
+        return self._kept
+
+
+class Columns:
+    """Which small fields are kept, under a byte budget.
+
+    The fields that windows need come first, then the smallest.
+    """
+
+    def __init__(
+        self, commit: Commit, chunks: dict[str, FieldChunks], budget_nbytes: int
+    ) -> None:
+        self._budget_nbytes = budget_nbytes
+        self._columns: dict[str, Column] = {}
+        self._width: dict[str, int] = {}
+        needed = ("reward", "terminated", "truncated")
+        fields = commit.fields
+        names = [n for n, f in fields.items() if 0 < f.nbytes <= SMALL_NBYTES]
+        names.sort(key=lambda n: (n != STEP_TYPE, fields[n].role not in needed, fields[n].nbytes))
+        width = 0
+        for name in names:
+            width += fields[name].nbytes
+            self._width[name] = width
+            self._columns[name] = Column(chunks[name], fields[name].dtype, fields[name].shape)
+
+    def get(self, name: str, view: View) -> Column | None:
+        """Return a field's column, or None where it is not kept at this many rows."""
+        width = self._width.get(name)
+        if width is None or width * (view.stop - view.first) > self._budget_nbytes:
+            return None
+        return self._columns[name]
+
+    def forget_from(self, row: int) -> None:
+        """Drop rows from this id on in all columns."""
+        for column in self._columns.values():
+            column.forget_from(row)

@@ -1,0 +1,122 @@
+"""The rows of a buffer that another process may be writing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
+from zbuffer.format.commit import Commit, read_root
+from zbuffer.format.layout import ROOT
+from zbuffer.reading.chunks import View
+from zbuffer.storage import Store
+from zbuffer.storage.local import LocalStore
+from zbuffer.storage.pages import Page, page_file
+
+#: A writer commits at most once in the time of a look, so a few looks are plenty.
+_LOOKS = 100
+
+
+def read_commit(store: Store) -> Commit:
+    """Read the root document.
+
+    Raises
+    ------
+    BufferNotFoundError
+        There is nothing at the path, or nothing of Zarr v3.
+    NotABufferError
+        There is something else.
+    """
+    try:
+        data = store.read(ROOT)
+    except FileNotFoundError:
+        raise BufferNotFoundError(f"there is no zbuffer at {store.path}") from None
+    except NotADirectoryError:
+        raise NotABufferError(f"{store.path} is a file, not a zbuffer directory") from None
+    try:
+        document: Any = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"{store.path}/{ROOT} is not JSON: {error}") from error
+    return read_root(document, store.path)
+
+
+class Follower:
+    """Sees each row as soon as its writer, on this host, has appended it.
+
+    Parameters
+    ----------
+    on_change
+        Called with the old and the new commit when the writer has committed.
+
+    Notes
+    -----
+    Any thread may call the methods; the writer is never waited for.
+    """
+
+    def __init__(self, store: LocalStore, on_change: Callable[[Commit, Commit], None]) -> None:
+        self._store = store
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._version = store.version(ROOT)
+        self.commit = read_commit(store)
+        self._pages: dict[int, Page] = {}
+
+    def view(self) -> View:
+        """Return the rows there are now."""
+        with self._lock:
+            for _ in range(_LOOKS):
+                version = self._store.version(ROOT)
+                if version != self._version:
+                    self._reload(version)
+                view = self._look()
+                # Pages go when their chunk is committed: what was seen holds only
+                # if there was no commit meanwhile.
+                if self._store.version(ROOT) == self._version:
+                    return view
+        raise DamagedError(f"{self._store.path} changes faster than it can be read")
+
+    def _reload(self, version: object) -> None:
+        if version is None:
+            raise BufferNotFoundError(f"the zbuffer at {self._store.path} was removed")
+        old, new = self.commit, read_commit(self._store)
+        if new.fields != old.fields or new.chunk_rows != old.chunk_rows or new.epoch < old.epoch:
+            raise NotABufferError(f"{self._store.path} was replaced by another buffer: open it anew")
+        self._version = version
+        self.commit = new
+        live = new.rows // new.chunk_rows
+        for chunk in list(self._pages):
+            if chunk < live or new.epoch != old.epoch:
+                self._pages.pop(chunk).retired = True
+        self._on_change(old, new)
+
+    def _look(self) -> View:
+        commit = self.commit
+        stop = commit.rows
+        chunk = stop // commit.chunk_rows
+        pages: dict[int, Page] = {}
+        pending = None
+        while (page := self._page(chunk)) is not None:
+            count, follows = page.state
+            if page.first + count < stop:
+                break
+            pages[chunk] = page
+            stop = page.first + count
+            if follows or count:
+                pending = page if follows else None
+            if count < commit.chunk_rows:
+                break
+            chunk += 1
+        return View(commit.first_row, stop, pages, pending)
+
+    def _page(self, chunk: int) -> Page | None:
+        page = self._pages.get(chunk)
+        if page is None:
+            file = page_file(self._store.file(""), chunk)
+            try:
+                page = Page(self.commit, file, chunk, writable=False)
+            except FileNotFoundError:
+                return None
+            self._pages[chunk] = page
+        return page

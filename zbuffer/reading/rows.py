@@ -1,0 +1,109 @@
+"""Items of any field by row id, from wherever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from zbuffer.errors import RowNotFoundError
+from zbuffer.format.commit import LAST, NO_ROW, Commit
+from zbuffer.reading.chunks import FieldChunks, View
+from zbuffer.reading.columns import Columns
+from zbuffer.reading.gather import Gather
+from zbuffer.schema import STEP_TYPE
+from zbuffer.storage import Store
+
+Array = np.ndarray[Any, Any]
+
+
+class Rows:
+    """Reads rows of one buffer.
+
+    Parameters
+    ----------
+    n_threads
+        How many threads decode.
+    budget_nbytes
+        How much RAM the small fields may take while they are kept decoded.
+
+    Notes
+    -----
+    Any thread may call the methods.
+    """
+
+    def __init__(
+        self, store: Store, commit: Commit, gather: Gather, n_threads: int, budget_nbytes: int
+    ) -> None:
+        self.fields = commit.fields
+        self.n_threads = n_threads
+        self._chunk_rows = commit.chunk_rows
+        self._chunks = {
+            name: FieldChunks(store, name, field, commit.chunk_rows, gather)
+            for name, field in self.fields.items()
+        }
+        self._columns = Columns(commit, self._chunks, budget_nbytes)
+
+    def take(self, view: View, name: str, ids: Array, out: Array | None = None) -> Array:
+        """Return the items of rows `ids` of a field, in their order.
+
+        Parameters
+        ----------
+        ids
+            int64 of any shape; repeats are decoded once.
+        out
+            Where to put them: C-contiguous, of shape ``ids.shape + item``.
+
+        Raises
+        ------
+        RowNotFoundError
+            An id is not in the view, or was evicted meanwhile.
+        DamagedError
+            A chunk does not decode.
+        """
+        field = self.fields[name]
+        if out is None:
+            out = np.empty((*ids.shape, *field.shape), field.dtype)
+        flat = np.ascontiguousarray(ids, np.int64).reshape(-1)
+        column = self._columns.get(name, view)
+        if column is None:
+            self._chunks[name].gather(view, flat, out, self.n_threads)
+            return out
+        values, base = column.upto(view, self.n_threads)
+        if len(flat) == 0:
+            return out
+        if flat.min() < view.first or flat.max() >= view.stop:
+            if view.pending is None or flat.min() < view.first or flat.max() > view.stop:
+                raise RowNotFoundError(f"rows are {view.first} to {view.stop - 1}")
+            self._chunks[name].gather(view, flat, out, self.n_threads)
+            return out
+        np.take(values, flat - base, axis=0, out=out.reshape(len(flat), *field.shape), mode="clip")
+        return out
+
+    def step_types(self, view: View, ids: Array) -> Array:
+        """Return step types: NO_ROW outside the rows, LAST for the pending observation."""
+        inside = (ids >= view.first) & (ids < view.stop)
+        if inside.all():
+            return self.take(view, STEP_TYPE, ids)
+        types = np.full(ids.shape, NO_ROW, np.uint8)
+        if inside.any():
+            types[inside] = self.take(view, STEP_TYPE, ids[inside])
+        if view.pending is not None:
+            types[ids == view.stop] = LAST
+        return types
+
+    def forget(self, chunk: int) -> None:
+        """Look a chunk up anew: its page is sealed."""
+        for chunks in self._chunks.values():
+            chunks.forget(chunk)
+
+    def forget_before(self, commit: Commit) -> None:
+        """Let go of chunks that a commit has evicted."""
+        for chunks in self._chunks.values():
+            chunks.forget_before(commit.first_chunk)
+
+    def on_change(self, old: Commit, new: Commit) -> None:
+        """Let go of what a commit has made old: evicted chunks, and the last one."""
+        self.forget_before(new)
+        for chunks in self._chunks.values():
+            chunks.forget_from(old.rows // self._chunk_rows)

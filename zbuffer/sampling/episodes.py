@@ -1,0 +1,119 @@
+"""Where episodes begin and end, computed from the small fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from zbuffer.format.commit import FIRST, MID
+
+Array = np.ndarray[Any, Any]
+ENDS = ("terminated", "truncated", "cut", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode.
+
+    Attributes
+    ----------
+    start, stop
+        Its rows are ``[start, stop)``, the final observation's LAST row included.
+    length
+        Its number of steps.
+    return_
+        The sum of its rewards; nan without a reward field.
+    ended
+        ``"terminated"``, ``"truncated"``, ``"cut"`` (ended without either flag:
+        by ``end_episode()``, or because its writer stopped) or ``"running"``.
+    """
+
+    start: int
+    stop: int
+    length: int
+    return_: float
+    ended: str
+
+
+class Episodes(Sequence[Episode]):
+    """The episodes of a buffer, oldest first, each also as columns.
+
+    An episode whose first rows were evicted begins at the oldest row there is.
+
+    Attributes
+    ----------
+    start, stop, length
+        int64 arrays.
+    returns
+        float64 array.
+    ended
+        Array of strings.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        step_type: Array,
+        reward: Array | None,
+        terminated: Array | None,
+        truncated: Array | None,
+        *,
+        running: bool,
+    ) -> None:
+        n = len(step_type)
+        is_step = step_type <= MID
+        is_start = step_type == FIRST
+        if n and is_step[0]:
+            is_start = is_start.copy()
+            is_start[0] = True
+        starts = np.flatnonzero(is_start)
+        bounds = np.append(starts, n)
+        steps = np.concatenate(([0], np.cumsum(is_step)))
+        self.start = starts + first
+        self.stop = bounds[1:] + first
+        self.length = steps[bounds[1:]] - steps[starts]
+        if reward is None:
+            self.returns = np.full(len(starts), np.nan)
+        else:
+            sums = np.where(is_step, reward, 0).astype(np.float64)
+            self.returns = np.add.reduceat(sums, starts) if len(starts) else np.zeros(0)
+        last_step = starts + self.length - 1
+        ended = np.full(len(starts), "cut", dtype="U10")
+        for name, flags in (("truncated", truncated), ("terminated", terminated)):
+            if flags is not None:
+                ended[flags[last_step]] = name
+        if running and len(starts) and ended[-1] == "cut":
+            ended[-1] = "running"
+        self.ended = ended
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Episode]: ...
+    def __getitem__(self, index: int | slice) -> Episode | list[Episode]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Episode(
+            int(self.start[index]),
+            int(self.stop[index]),
+            int(self.length[index]),
+            float(self.returns[index]),
+            str(self.ended[index]),
+        )
+
+    def __iter__(self) -> Iterator[Episode]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Episodes(none)"
+        return (
+            f"Episodes({len(self)}: {int(self.length.sum())} steps, "
+            f"mean length {self.length.mean():.1f}, mean return {self.returns.mean():.2f})"
+        )

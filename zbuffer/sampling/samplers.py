@@ -1,0 +1,52 @@
+"""How rows are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """The readable rows of a buffer: ids in ``[first, stop)``.
+
+    Ids only grow, so an id names one row for ever: a stale id is found by
+    comparison, never mistaken for the row that took its place.
+    """
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A sampler's answer: int64 row ids, with float64 weights where it has them."""
+
+    ids: np.ndarray[Any, Any]
+    weights: np.ndarray[Any, Any] | None = None
+
+
+class Sampler(Protocol):
+    """Chooses rows; the seam for a sampler of your own.
+
+    A draw depends on the sampler's state, `rows` and `rng`, and on nothing else.
+    """
+
+    def draw(self, n: int, rows: RowRange, rng: np.random.Generator, /) -> Draw:
+        """Choose `n` ids inside `rows`, which is never empty."""
+        ...
+
+
+class UniformSampler:
+    """Every row with the same probability, with replacement."""
+
+    def draw(self, n: int, rows: RowRange, rng: np.random.Generator, /) -> Draw:
+        """Choose `n` ids inside `rows`."""
+        return Draw(rng.integers(rows.first, rows.stop, n))
+
+
+def generator(seed: int, step: int) -> np.random.Generator:
+    """Return the random numbers of one batch: a function of seed and step alone."""
+    return np.random.Generator(np.random.Philox(key=np.array([seed, step], np.uint64)))

@@ -1,0 +1,120 @@
+"""Tail pages on the local disk: preallocated files that are mapped and shared."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zbuffer.errors import DamagedError
+from zbuffer.format.commit import Commit
+from zbuffer.format.layout import TAIL
+from zbuffer.format.tail import PageLayout, pack_state, state_word, unpack_state
+from zbuffer.storage.local import storage_error
+
+
+class Page:
+    """The rows of one chunk, uncompressed, in a mapped file.
+
+    Attributes
+    ----------
+    chunk
+        Which chunk the rows belong to.
+    columns
+        Field name to an array of ``chunk_rows + 1`` items, a view of the file.
+
+    Notes
+    -----
+    One writer and any number of readers, in this process or in others: rows below
+    the count never change, and the count is stored after them.
+    """
+
+    def __init__(self, commit: Commit, file: Path, chunk: int, *, writable: bool) -> None:
+        layout = PageLayout.of(commit)
+        with file.open("r+b" if writable else "rb") as opened:
+            if os.fstat(opened.fileno()).st_size != layout.nbytes:
+                raise DamagedError(f"{file} has {os.fstat(opened.fileno()).st_size} bytes, "
+                                   f"wanted {layout.nbytes}")
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(opened.fileno(), 0, access=access)
+        view = memoryview(self._map)
+        self.epoch = layout.check(view, chunk)
+        self.chunk = chunk
+        self.file = file
+        #: Its chunk is sealed: nobody who looks it up anew should use the page.
+        self.retired = False
+        self.first = chunk * commit.chunk_rows
+        self._state = state_word(view)
+        count, _ = self.state
+        if not 0 <= count <= commit.chunk_rows:
+            raise DamagedError(f"{file} claims {count} rows of {commit.chunk_rows}")
+        self.columns: dict[str, np.ndarray[Any, Any]] = {}
+        rows = commit.chunk_rows + 1
+        for name, field in commit.fields.items():
+            size = rows * (field.nbytes // max(field.dtype.itemsize, 1))
+            flat = np.frombuffer(view, field.dtype, size, layout.offsets[name])
+            self.columns[name] = flat.reshape(rows, *field.shape)
+
+    @classmethod
+    def create(cls, commit: Commit, root: Path, chunk: int) -> Page:
+        """Make an empty page; all its bytes are allocated now, so that a full disk is an error here.
+
+        Raises
+        ------
+        StorageError
+            The disk has no room for the page.
+        """
+        layout = PageLayout.of(commit)
+        file = page_file(root, chunk)
+        partial = file.with_name(f"{file.name}.partial")
+        try:
+            file.parent.mkdir(exist_ok=True)
+            with partial.open("w+b") as opened:
+                _allocate(opened.fileno(), layout.nbytes)
+                opened.write(layout.header(chunk, commit.epoch))
+            partial.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise storage_error(error, file, layout.nbytes) from error
+        return cls(commit, file, chunk, writable=True)
+
+    @property
+    def state(self) -> tuple[int, bool]:
+        """Rows of the page, and whether one more observation follows them."""
+        return unpack_state(int(self._state[0]))
+
+    def publish(self, count: int, *, pending: bool) -> None:
+        """Make the first `count` rows, and one observation more, visible to readers."""
+        self._state[0] = pack_state(count, pending=pending)
+
+    def unlink(self) -> None:
+        """Remove the file; maps of it stay valid."""
+        self.file.unlink(missing_ok=True)
+
+
+def page_file(root: Path, chunk: int) -> Path:
+    """Return the file of a chunk's tail page."""
+    return root / TAIL / str(chunk)
+
+
+def page_numbers(root: Path) -> list[int]:
+    """Return the chunks that have a tail page, oldest first."""
+    try:
+        names = os.listdir(root / TAIL)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+        return
+    zeros = bytes(1 << 20)
+    for at in range(0, nbytes, len(zeros)):
+        os.pwrite(fd, zeros[: nbytes - at], at)

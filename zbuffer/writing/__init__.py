@@ -1,0 +1,1 @@
+"""Rows to chunks: the tail, the writer, and the thread that seals."""

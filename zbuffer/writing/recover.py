@@ -1,0 +1,117 @@
+"""From what lies on disk to a writer: create, take over, sweep, recover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import blosc2
+import numpy as np
+
+from zbuffer.errors import DamagedError
+from zbuffer.format import layout
+from zbuffer.format.commit import Commit
+from zbuffer.storage.local import LocalStore
+from zbuffer.storage.pages import Page, page_file, page_numbers
+
+
+def write_new(store: LocalStore, commit: Commit) -> None:
+    """Write an empty buffer, the root document last."""
+    for path in layout.group_paths(list(commit.fields)):
+        group = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        store.write(f"{path}/zarr.json", layout.dump(group))
+    for path, document in layout.array_documents(commit).items():
+        store.write(f"{path}/zarr.json", layout.dump(document))
+    store.write(layout.ROOT, layout.dump(layout.root_document(commit)))
+
+
+def sweep(store: LocalStore, commit: Commit) -> list[str]:
+    """Remove what a crash left beside the commit; return the keys."""
+    stop = commit.stop_chunk
+    removed = []
+    chunks = {
+        layout.field_path(name) + "/c/": (commit.first_chunk, stop) for name in commit.fields
+    }
+    for key, _ in store.walk("data"):
+        orphan = key.endswith(layout.PARTIAL)
+        for prefix, (first, last) in chunks.items():
+            if key.startswith(prefix):
+                number = key[len(prefix) :].split("/")[0]
+                orphan |= number.isdigit() and not first <= int(number) < last
+        if orphan:
+            store.delete(key)
+            removed.append(key)
+    for top in ("meta", layout.TAIL):
+        for key, _ in store.walk(top):
+            if key.endswith(layout.PARTIAL):
+                store.delete(key)
+                removed.append(key)
+    store.delete(layout.ROOT + layout.PARTIAL)
+    return removed
+
+
+def recover_pages(
+    store: LocalStore, commit: Commit, new_page: Callable[[Commit, int], Page]
+) -> list[Page]:
+    """Return the tail pages that hold the rows beyond the sealed chunks.
+
+    The last one is the page to go on with. Rows of a process that was killed come
+    back from its pages; a buffer that was closed gets a page with the rows of its
+    part-filled last chunk.
+    """
+    root = store.file("")
+    first = commit.rows // commit.chunk_rows
+    pages: list[Page] = []
+    for chunk in page_numbers(root):
+        if chunk < first:
+            page_file(root, chunk).unlink()
+        elif chunk == first + len(pages) and (not pages or _is_full(pages[-1], commit)):
+            pages.append(Page(commit, page_file(root, chunk), chunk, writable=True))
+        else:
+            raise DamagedError(f"{page_file(root, chunk)} does not follow the rows before it")
+    committed = commit.rows - first * commit.chunk_rows
+    if pages and pages[0].state[0] < committed:
+        # An older page than the chunk: its writer was closed without removing it.
+        for page in pages:
+            page.unlink()
+        pages = []
+    if not pages:
+        pages.append(new_page(commit, first))
+        if committed:
+            _refill(store, commit, pages[0], committed)
+    if len(pages) > 1 and pages[-1].state == (0, False):
+        # The writer died as it went on to a new page: what was pending is in the
+        # slot after the last row of the page before.
+        if pages[-2].state[1]:
+            source, target = pages[-2], pages[-1]
+            for name in commit.schema.observations:
+                target.columns[name][0] = source.columns[name][commit.chunk_rows]
+            target.publish(0, pending=True)
+    return pages
+
+
+def take_over(commit: Commit) -> Commit:
+    """Return the commit of the next writer."""
+    return replace(commit, epoch=commit.epoch + 1)
+
+
+def _is_full(page: Page, commit: Commit) -> bool:
+    return page.state[0] == commit.chunk_rows
+
+
+def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
+    """Decode the part-filled last chunk back into a page."""
+    for name, field in commit.fields.items():
+        if field.nbytes == 0:
+            continue
+        key = layout.chunk_path(name, field, page.chunk)
+        try:
+            raw = blosc2.decompress2(store.read(key)[:-4], nthreads=1)
+        except (FileNotFoundError, RuntimeError, ValueError) as error:
+            raise DamagedError(f"{store.path}/{key} cannot be decoded: {error}") from error
+        if len(raw) != field.nbytes * commit.chunk_rows:
+            raise DamagedError(f"{store.path}/{key} holds {len(raw)} bytes, wanted "
+                               f"{field.nbytes * commit.chunk_rows}")
+        rows = np.frombuffer(raw, field.dtype).reshape(commit.chunk_rows, *field.shape)
+        page.columns[name][:count] = rows[:count]
+    page.publish(count, pending=False)
