@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbuffer.buffer import Buffer, create, open
+from zbuffer.buffer import Buffer
 from zbuffer.errors import (
     BufferExistsError,
     BufferLockedError,
@@ -21,6 +21,7 @@ from zbuffer.errors import (
 from zbuffer.format.geometry import Codec
 from zbuffer.loading.batch import Batch
 from zbuffer.loading.loader import Loader
+from zbuffer.opening import create, open
 from zbuffer.sampling.episodes import Episode, Episodes
 from zbuffer.schema import Field, Schema
 

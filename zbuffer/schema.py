@@ -122,9 +122,7 @@ class Schema(Mapping[str, Field]):
         _check_roles(self._fields)
 
     @classmethod
-    def from_env(
-        cls, env: Any, *, next_obs: Literal["chained", "explicit"] = "chained"
-    ) -> Schema:
+    def from_env(cls, env: Any, *, next_obs: Literal["chained", "explicit"] = "chained") -> Schema:
         """Read the schema off a Gymnasium environment.
 
         Parameters
@@ -337,9 +335,7 @@ def _as_descr(value: Any) -> Any:
     """Undo what JSON did to a NumPy dtype description: tuples became lists."""
     if not isinstance(value, list):
         return value
-    return [
-        (item[0], _as_descr(item[1]), *(tuple(shape) for shape in item[2:])) for item in value
-    ]
+    return [(item[0], _as_descr(item[1]), *(tuple(shape) for shape in item[2:])) for item in value]
 
 
 def _fields_of_space(name: str, space: Any, role: str) -> dict[str, Field]:

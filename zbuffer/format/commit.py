@@ -100,7 +100,9 @@ def read_root(document: Any, path: str) -> Commit:
     try:
         return _read_commit(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"the commit document of {path} does not hold together: {error}") from error
+        raise DamagedError(
+            f"the commit document of {path} does not hold together: {error}"
+        ) from error
 
 
 def _read_commit(body: Mapping[str, Any]) -> Commit:

@@ -124,8 +124,10 @@ def _zarr_codec(codec: Codec, field: Field) -> dict[str, Any]:
         "typesize": typesize,
         "blocksize": codec.block_rows * field.nbytes,
     }
-    return {"name": "blosc" if codec.name == "blosc" else "zbuffer.blosc2",
-            "configuration": configuration}
+    return {
+        "name": "blosc" if codec.name == "blosc" else "zbuffer.blosc2",
+        "configuration": configuration,
+    }
 
 
 def blosc_typesize(field: Field) -> int:

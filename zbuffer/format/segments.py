@@ -16,7 +16,8 @@ def encode_segments(rows: np.ndarray[Any, Any]) -> bytes:
     full = np.zeros((SEGMENT_CHUNK, 3), "<i8")
     full[: len(rows)] = rows
     data = full.tobytes()
-    return data + google_crc32c.value(data).to_bytes(4, "little")
+    checksum: bytes = google_crc32c.value(data).to_bytes(4, "little")
+    return data + checksum
 
 
 def decode_segments(data: bytes, where: str) -> np.ndarray[Any, Any]:

@@ -116,9 +116,7 @@ class Assembler:
         missing = n
         for _ in range(_MAX_DRAWS):
             # A few more than missing: rows without a window are drawn, and left out.
-            drawn = sampler.draw(
-                missing + 8 + missing // 16, RowRange(view.first, view.stop), rng
-            )
+            drawn = sampler.draw(missing + 8 + missing // 16, RowRange(view.first, view.stop), rng)
             windows, valid = resolve(drawn.ids, self._window, lookups)
             keep = np.flatnonzero(valid)[:missing]
             parts.append(select(windows, keep))
@@ -163,9 +161,7 @@ class Assembler:
         slices += [(name, name, whole) for name in arrays if name not in observed]
         return Assembled(arrays, tuple(slices))
 
-    def _places(
-        self, name: str, windows: Windows
-    ) -> tuple[Array, list[tuple[str, Any]]]:
+    def _places(self, name: str, windows: Windows) -> tuple[Array, list[tuple[str, Any]]]:
         """Return the rows to decode for an observation, (B, places), and its views of them."""
         k = self._window.stack
         behind: Any = slice(0, k) if self._window.frame_stack else 0
@@ -236,5 +232,3 @@ def _expand(fields: Sequence[str], known: list[str]) -> set[str]:
             raise SchemaError(name, f"is not in the schema, which has {', '.join(known)}")
         wanted |= parts
     return wanted
-
-

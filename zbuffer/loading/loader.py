@@ -141,9 +141,7 @@ class Loader:
         for attempt in range(_TRIES):
             view = self._view()
             try:
-                windows, weights = self._assembler.draw(
-                    self._batch_size, view, self._sampler, rng
-                )
+                windows, weights = self._assembler.draw(self._batch_size, view, self._sampler, rng)
                 assembled = self._assembler.assemble(
                     windows, view, self._uploader.allocate, weights
                 )

@@ -152,7 +152,7 @@ class _PinnedSlot:
         if held is None or held.numel() < nbytes:
             held = self._torch.empty(max(nbytes, 1), dtype=self._torch.uint8, pin_memory=True)
             self._bytes[name] = held
-        array = held[:nbytes].numpy().view(dtype).reshape(shape)
+        array: Array = held[:nbytes].numpy().view(dtype).reshape(shape)
         self._given[name] = (array, as_tensor(name, array))
         return array
 

@@ -79,6 +79,8 @@ class FieldChunks:
             int64 row ids, in any order, repeated or not.
         dest
             C-contiguous array of ``len(ids)`` items of the field.
+        n_threads
+            How many threads decode.
 
         Raises
         ------

@@ -78,9 +78,7 @@ class Columns:
     The fields that windows need come first, then the smallest.
     """
 
-    def __init__(
-        self, commit: Commit, chunks: dict[str, FieldChunks], budget_nbytes: int
-    ) -> None:
+    def __init__(self, commit: Commit, chunks: dict[str, FieldChunks], budget_nbytes: int) -> None:
         self._budget_nbytes = budget_nbytes
         self._columns: dict[str, Column] = {}
         self._width: dict[str, int] = {}

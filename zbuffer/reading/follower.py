@@ -82,7 +82,9 @@ class Follower:
             raise BufferNotFoundError(f"the zbuffer at {self._store.path} was removed")
         old, new = self.commit, read_commit(self._store)
         if new.fields != old.fields or new.chunk_rows != old.chunk_rows or new.epoch < old.epoch:
-            raise NotABufferError(f"{self._store.path} was replaced by another buffer: open it anew")
+            raise NotABufferError(
+                f"{self._store.path} was replaced by another buffer: open it anew"
+            )
         self._version = version
         self.commit = new
         live = new.rows // new.chunk_rows

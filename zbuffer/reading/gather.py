@@ -50,12 +50,13 @@ def native_module(backend: Backend = "auto") -> Any:
     if backend == "ctypes" or (backend == "auto" and os.environ.get("ZBUFFER_GATHER") == "ctypes"):
         return None
     try:
-        from zbuffer.reading import _gather
+        import importlib
+
+        return importlib.import_module("zbuffer.reading._gather")
     except ImportError:
         if backend == "native":
             raise
         return None
-    return _gather
 
 
 def make_gather(native: Any) -> Gather:
@@ -160,7 +161,7 @@ class CtypesGather:
         return stop - start
 
     def _context(self) -> int:
-        context = getattr(self._local, "context", None)
+        context: _Context | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = _Context(self._lib)
         return context.handle

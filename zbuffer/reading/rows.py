@@ -49,6 +49,10 @@ class Rows:
 
         Parameters
         ----------
+        view
+            Rows that may be read.
+        name
+            Of the field.
         ids
             int64 of any shape; repeats are decoded once.
         out

@@ -135,26 +135,21 @@ def resolve(ids: Array, window: Window, lookups: Lookups) -> tuple[Windows, Arra
 
 def select(windows: Windows, keep: Array) -> Windows:
     """Return some of the windows, by boolean mask or index."""
-    return Windows(
-        *(
-            None if value is None else value[keep]
-            for value in (getattr(windows, name) for name in Windows.__dataclass_fields__)
-        )
-    )
+    kept: Any = (value if value is None else value[keep] for value in _values(windows))
+    return Windows(*kept)
+
+
+def _values(windows: Windows) -> tuple[Any, ...]:
+    return tuple(getattr(windows, name) for name in Windows.__dataclass_fields__)
 
 
 def join(parts: list[Windows]) -> Windows:
     """Return several windows' rows as one."""
     if len(parts) == 1:
         return parts[0]
-    return Windows(
-        *(
-            None if values[0] is None else np.concatenate(values)
-            for values in (
-                [getattr(part, name) for part in parts] for name in Windows.__dataclass_fields__
-            )
-        )
-    )
+    columns = zip(*(_values(part) for part in parts), strict=True)
+    joined: Any = (v[0] if v[0] is None else np.concatenate(v) for v in columns)
+    return Windows(*joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +227,4 @@ def _look(lookup: Lookup | None, rows: Array, n: int) -> Array:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and value > 0
+    return isinstance(value, int | np.integer) and bool(value > 0)

@@ -37,8 +37,9 @@ class Page:
         layout = PageLayout.of(commit)
         with file.open("r+b" if writable else "rb") as opened:
             if os.fstat(opened.fileno()).st_size != layout.nbytes:
-                raise DamagedError(f"{file} has {os.fstat(opened.fileno()).st_size} bytes, "
-                                   f"wanted {layout.nbytes}")
+                raise DamagedError(
+                    f"{file} has {os.fstat(opened.fileno()).st_size} bytes, wanted {layout.nbytes}"
+                )
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(opened.fileno(), 0, access=access)
         view = memoryview(self._map)
@@ -61,7 +62,9 @@ class Page:
 
     @classmethod
     def create(cls, commit: Commit, root: Path, chunk: int) -> Page:
-        """Make an empty page; all its bytes are allocated now, so that a full disk is an error here.
+        """Make an empty page.
+
+        All its bytes are allocated now, so that a full disk is an error here.
 
         Raises
         ------

@@ -48,7 +48,8 @@ class Encoder:
         """Return the chunk's file: the compressed chunk, then its crc32c."""
         data = raw.reshape(-1).view(np.uint8)
         packed = self._blosc(data) if self._codec.name == "blosc" else self._blosc2(data)
-        return packed + google_crc32c.value(packed).to_bytes(4, "little")
+        checksum: bytes = google_crc32c.value(packed).to_bytes(4, "little")
+        return packed + checksum
 
     def _blosc(self, data: np.ndarray[Any, Any]) -> bytes:
         from numcodecs import blosc

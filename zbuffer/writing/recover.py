@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import blosc2
 import numpy as np
 
 from zbuffer.errors import DamagedError
@@ -29,9 +28,7 @@ def sweep(store: LocalStore, commit: Commit) -> list[str]:
     """Remove what a crash left beside the commit; return the keys."""
     stop = commit.stop_chunk
     removed = []
-    chunks = {
-        layout.field_path(name) + "/c/": (commit.first_chunk, stop) for name in commit.fields
-    }
+    chunks = {layout.field_path(name) + "/c/": (commit.first_chunk, stop) for name in commit.fields}
     for key, _ in store.walk("data"):
         orphan = key.endswith(layout.PARTIAL)
         for prefix, (first, last) in chunks.items():
@@ -79,14 +76,13 @@ def recover_pages(
         pages.append(new_page(commit, first))
         if committed:
             _refill(store, commit, pages[0], committed)
-    if len(pages) > 1 and pages[-1].state == (0, False):
+    if len(pages) > 1 and pages[-1].state == (0, False) and pages[-2].state[1]:
         # The writer died as it went on to a new page: what was pending is in the
         # slot after the last row of the page before.
-        if pages[-2].state[1]:
-            source, target = pages[-2], pages[-1]
-            for name in commit.schema.observations:
-                target.columns[name][0] = source.columns[name][commit.chunk_rows]
-            target.publish(0, pending=True)
+        source, target = pages[-2], pages[-1]
+        for name in commit.schema.observations:
+            target.columns[name][0] = source.columns[name][commit.chunk_rows]
+        target.publish(0, pending=True)
     return pages
 
 
@@ -101,6 +97,8 @@ def _is_full(page: Page, commit: Commit) -> bool:
 
 def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
     """Decode the part-filled last chunk back into a page."""
+    import blosc2
+
     for name, field in commit.fields.items():
         if field.nbytes == 0:
             continue
@@ -110,8 +108,10 @@ def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
         except (FileNotFoundError, RuntimeError, ValueError) as error:
             raise DamagedError(f"{store.path}/{key} cannot be decoded: {error}") from error
         if len(raw) != field.nbytes * commit.chunk_rows:
-            raise DamagedError(f"{store.path}/{key} holds {len(raw)} bytes, wanted "
-                               f"{field.nbytes * commit.chunk_rows}")
+            raise DamagedError(
+                f"{store.path}/{key} holds {len(raw)} bytes, wanted "
+                f"{field.nbytes * commit.chunk_rows}"
+            )
         rows = np.frombuffer(raw, field.dtype).reshape(commit.chunk_rows, *field.shape)
         page.columns[name][:count] = rows[:count]
     page.publish(count, pending=False)

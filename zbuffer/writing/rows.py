@@ -63,9 +63,7 @@ class RowReader:
         first = next(iter(lengths))
         for name, length in lengths.items():
             if length != lengths[first]:
-                raise SchemaError(
-                    name, f"has {length} rows where {first!r} has {lengths[first]}"
-                )
+                raise SchemaError(name, f"has {length} rows where {first!r} has {lengths[first]}")
         return values, following
 
     def observation(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,9 +74,7 @@ class RowReader:
             if name not in row:
                 raise self._missing(name, row)
         if len(row) != len(names):
-            raise SchemaError(
-                sorted(set(row) - set(names))[0], "is not part of the observation"
-            )
+            raise SchemaError(sorted(set(row) - set(names))[0], "is not part of the observation")
         return {name: self._convert[name](row[name]) for name in names}
 
     def many(self, name: str, value: Any, said: str | None = None) -> Array:
@@ -90,8 +86,7 @@ class RowReader:
         if array.ndim == 0 or array.shape[1:] != field.shape:
             raise SchemaError(said, f"must be {wanted}, got {array.dtype} {array.shape}")
         if array.dtype != field.dtype:
-            python = not isinstance(value, np.ndarray) and not is_tensor(value)
-            if not _may_cast(array, field, python=python):
+            if not _may_cast(array, field, value):
                 raise SchemaError(said, f"must be {wanted}, got {array.dtype} {array.shape}")
             array = array.astype(field.dtype)
         return array
@@ -157,7 +152,7 @@ def _converter(name: str, field: Field) -> Callable[[Any], Any]:
         least, most = (np.iinfo(dtype).min, np.iinfo(dtype).max) if whole else (0, 0)
         # A record's type is np.void whatever its fields are, and so on: only the
         # types of numbers tell the whole dtype.
-        exact = bool if dtype == bool else (dtype.type if dtype.kind in "fiuc" else None)
+        exact = bool if dtype.kind == "b" else (dtype.type if dtype.kind in "fiuc" else None)
         return convert_scalar
     return convert
 
@@ -172,20 +167,25 @@ def _one(name: str, field: Field, value: Any) -> Array:
         raise SchemaError(name, f"must be {field}, got {array.dtype} {array.shape}")
     if array.dtype == field.dtype:
         return array
-    # np.float64 is a Python float; it is rounded to the field like one.
-    python = isinstance(value, bool | int | float | complex | str | bytes | list)
-    if field.shape != () and not isinstance(value, list):
-        python = False
-    scalar = field.shape == () or isinstance(value, list)
-    if not scalar or not _may_cast(array, field, python=python):
+    if not _may_cast(array, field, value):
         raise SchemaError(name, f"must be {field}, got {array.dtype} {array.shape}")
     with np.errstate(over="ignore"):
         result = array.astype(field.dtype)
     return result
 
 
-def _may_cast(array: Array, field: Field, *, python: bool) -> bool:
-    """Whether values go into the field's dtype without loss (rounding of Python floats aside)."""
+def _may_cast(array: Array, field: Field, value: Any) -> bool:
+    """Whether values go into the field's dtype as they are (rounding of Python floats aside).
+
+    Arrays of items with a shape have to be of the dtype, whatever its byte order;
+    scalars may be of any type that holds no more than the field's.
+    """
+    if array.dtype.newbyteorder("=") == field.dtype.newbyteorder("="):
+        return True
+    # np.float64 is a Python float, and is rounded to the field like one.
+    python = isinstance(value, bool | int | float | complex | str | bytes | list)
+    if field.shape != () and not isinstance(value, list):
+        return False
     if field.dtype.kind in "SUV":
         return array.dtype.kind == field.dtype.kind and np.can_cast(
             array.dtype, field.dtype, "safe"
@@ -196,9 +196,7 @@ def _may_cast(array: Array, field: Field, *, python: bool) -> bool:
         return False
     if field.dtype.kind in "iu" and array.dtype.kind in "iu":
         info = np.iinfo(field.dtype)
-        return array.size == 0 or (
-            int(array.min()) >= info.min and int(array.max()) <= info.max
-        )
+        return array.size == 0 or (int(array.min()) >= info.min and int(array.max()) <= info.max)
     if field.dtype.kind in "fc" and array.dtype.kind in "iuf":
         finite = array[np.isfinite(array)]
         largest = np.finfo(field.dtype).max

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ _QUEUE_NBYTES = 192 << 20
 Array = np.ndarray[Any, Any]
 
 
-class Tip(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tip:
     """The end of the rows: a value, so that threads that read it see one moment."""
 
     page: Page
@@ -427,5 +429,3 @@ def _rows_differ(a: Array, b: Array) -> Array:
 
 def _page_nbytes(page: Page) -> int:
     return sum(column.nbytes for column in page.columns.values())
-
-
