@@ -48,4 +48,5 @@ class Windows:
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of each window, int64 (n, 5): the stack and the next frame."""
         offsets = np.arange(1 - STACK, 2)
-        return np.maximum(rows[:, None] + offsets, self._starts[rows][:, None])
+        windows: np.ndarray = np.maximum(rows[:, None] + offsets, self._starts[rows][:, None])
+        return windows

@@ -114,7 +114,7 @@ def add_torchrl(
     if n_listed < n_steps:
         run.notes.append(
             f"CompressedListStorage holds {n_listed} of the {n_steps} steps, to fill it in "
-            "reasonable time; what a batch costs there does not depend on the rows."
+            "reasonable time; what a batch costs there does not grow with the rows."
         )
 
 
@@ -145,11 +145,10 @@ def report(run: Run, timings: dict[str, Timing], threads: int) -> str:
     for name, timing in timings.items():
         if name in run.overheads.values():
             continue
-        median, minimum = timing.median_ms, timing.min_ms
         if name in run.overheads:
             empty = timings[run.overheads[name]]
-            median = (median - empty.median_ms) / threads
-            minimum = (minimum - empty.min_ms) / threads
+            timing = Timing((timing.seconds - empty.seconds) / threads)
+        median, minimum = timing.median_ms, timing.min_ms
         nbytes = run.nbytes.get(name)
         lines.append(
             (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from torchrl.data import CompressedListStorage, LazyMemmapStorage, ReplayBuffer
 
 SLAB_ROWS = 512
+logging.getLogger("torchrl").setLevel(logging.WARNING)  # it logs to stdout, among the Markdown
 
 
 class TorchRLBuffer:
@@ -40,7 +42,7 @@ class TorchRLBuffer:
     def nbytes_per_row(self) -> float:
         """Return the bytes that one step takes in the storage."""
         if isinstance(self._storage, CompressedListStorage):
-            return self._storage.bytes() / len(self._storage)
+            return float(self._storage.bytes()) / len(self._storage)
         row = self._storage[0]
         return float(sum(value.nbytes for value in row.values()))
 
