@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from frames import GAMES, Frames, load, synthetic_frames
 from measure import Timing, cores, interleave, machine, table
 
 import zbuffer
+from zbuffer.reading.gather import Backend, native_module
 
 TAKE = "numpy.take, uncompressed in RAM"
 DEFAULT = "zbuffer zstd"
@@ -44,18 +46,23 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
 
+def sample(buffer: zbuffer.Buffer, seed: int) -> zbuffer.Batch:
+    """Draw the batch that everything here is about."""
+    return buffer.sample(BATCH, frame_stack=STACK, seed=seed)
+
+
 def add_zbuffer(run: Run, stack: ExitStack, path: Path, threads: int) -> list[zbuffer.Buffer]:
-    """Add the buffer at `path`: native, native on one thread, and through ctypes."""
+    """Add the buffer at `path`: as it opens, on one thread, and without the extension."""
     name = f"zbuffer {path.stem}"
-    variants = {
-        name: ("native", threads),
-        f"{name}, 1 thread": ("native", 1),
+    variants: dict[str, tuple[Backend, int]] = {
+        name: ("auto", threads),
+        f"{name}, 1 thread": ("auto", 1),
         f"{name}, without the extension": ("ctypes", threads),
     }
     buffers = []
     for variant, (gather, n_threads) in variants.items():
         buffer = stack.enter_context(zbuffer.open(path, gather=gather, threads=n_threads))
-        run.cases[variant] = lambda i, b=buffer: b.sample(BATCH, frame_stack=STACK, seed=i)
+        run.cases[variant] = partial(sample, buffer)
         buffers.append(buffer)
     run.nbytes[name] = buffers[0].nbytes_stored() / len(buffers[0])
     return buffers
@@ -63,13 +70,12 @@ def add_zbuffer(run: Run, stack: ExitStack, path: Path, threads: int) -> list[zb
 
 def plan(buffer: zbuffer.Buffer, windows: Windows, rounds: int) -> list[np.ndarray]:
     """Return the rows that the batch of each round holds."""
-    batches = (buffer.sample(BATCH, frame_stack=STACK, seed=i) for i in range(rounds))
-    return [windows.of(batch["indices"]) for batch in batches]
+    return [windows.of(sample(buffer, seed=i)["indices"]) for i in range(rounds)]
 
 
 def check(buffer: zbuffer.Buffer, windows: Windows, rows: np.ndarray) -> None:
     """Raise where the batch of round 0 does not hold the very frames of `rows`."""
-    batch = buffer.sample(BATCH, frame_stack=STACK, seed=0)
+    batch = sample(buffer, seed=0)
     np.testing.assert_array_equal(batch["obs"], windows.obs[rows[:, :-1]])
     np.testing.assert_array_equal(batch["next_obs"], windows.obs[rows[:, 1:]])
 
@@ -109,7 +115,7 @@ def add_torchrl(
     }
     for name, (storage, n) in storages.items():
         storage.fill(windows, fields, n)
-        run.cases[name] = lambda i, s=storage: s.sample()
+        run.cases[name] = storage.sample
         run.nbytes[name] = storage.nbytes_per_row()
     if n_listed < n_steps:
         run.notes.append(
@@ -121,6 +127,8 @@ def add_torchrl(
 def measure(frames: Frames, args: argparse.Namespace) -> str:
     """Return the table of one game."""
     run = Run()
+    if native_module() is None:
+        run.notes.append("The C extension is not built here: all lines are without it.")
     with tempfile.TemporaryDirectory(prefix="zbuffer-") as name, ExitStack() as stack:
         paths = [Path(name) / f"{cname}.zarr" for cname in CODECS]
         for path in paths:

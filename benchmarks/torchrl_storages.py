@@ -33,8 +33,8 @@ class TorchRLBuffer:
             data["next_obs"] = torch.from_numpy(np.ascontiguousarray(frames[:, 1:]))
             self._buffer.extend(TensorDict(data, batch_size=[len(steps)]))
 
-    def sample(self) -> dict[str, torch.Tensor]:
-        """Return one batch as dense tensors; a lazy stack is stacked only when it is asked."""
+    def sample(self, _round: int) -> dict[str, torch.Tensor]:
+        """Return one batch as dense tensors; a lazy stack is stacked only when asked for."""
         batch = self._buffer.sample()
         names = ("obs", "next_obs", "action", "reward", "terminated", "truncated")
         return {name: batch[name] for name in names}

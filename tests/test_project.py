@@ -82,9 +82,7 @@ def test_all_is_exactly_the_public_names() -> None:
     public = {
         name
         for name, value in vars(zbuffer).items()
-        if not name.startswith("_")
-        and not isinstance(value, type(sys))
-        and name != "annotations"
+        if not name.startswith("_") and not isinstance(value, type(sys)) and name != "annotations"
     }
 
     assert set(zbuffer.__all__) == public

@@ -60,6 +60,7 @@ class Buffer:
         self._native = native
         self._closed = False
         self._loaders: list[Loader] = []
+        self._last_assembler: tuple[Any, Any] = (None, None)
 
     # -- writing -----------------------------------------------------------
 
@@ -451,7 +452,9 @@ class Buffer:
             raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
         return Loader(
             self._view,
-            Assembler(self._rows, self.schema, window, fields),
+            self._assembler(
+                window, fields if fields is None or isinstance(fields, str) else tuple(fields)
+            ),
             UniformSampler(),
             make_uploader(device, prefetch + 2),
             batch_size=int(batch_size),
@@ -460,6 +463,15 @@ class Buffer:
             transform=transform,
             rng=rng,
         )
+
+    def _assembler(self, window: Window, fields: Sequence[str] | None) -> Assembler:
+        """Return the assembler of a window; the last one is kept for the next call."""
+        last, assembler = self._last_assembler
+        if last != (window, fields):
+            assembler = Assembler(self._rows, self.schema, window, fields)
+            self._last_assembler = ((window, fields), assembler)
+        kept: Assembler = assembler
+        return kept
 
     def _view(self) -> View:
         self._check_open()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from zbuffer.errors import SchemaError
 
@@ -36,7 +37,7 @@ _ROLE_OF_NAME = {
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Field:
     """One named array with one item a row.
 
@@ -59,12 +60,15 @@ class Field:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    role: str | None = None
+    role: str | None
 
-    def __post_init__(self) -> None:
-        shape = self.shape if isinstance(self.shape, tuple | list) else (self.shape,)
-        object.__setattr__(self, "shape", tuple(int(n) for n in shape))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+    def __init__(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike, role: str | None = None
+    ) -> None:
+        lengths = (shape,) if isinstance(shape, int | np.integer) else shape
+        object.__setattr__(self, "shape", tuple(int(n) for n in lengths))
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+        object.__setattr__(self, "role", role)
 
     @property
     def nbytes(self) -> int:
@@ -144,9 +148,9 @@ class Schema(Mapping[str, Field]):
         fields: dict[str, Field] = {}
         fields.update(_fields_of_space("obs", observation, "observation"))
         fields.update(_fields_of_space("action", action, "action"))
-        fields["reward"] = Field((), np.dtype("float32"))
-        fields["terminated"] = Field((), np.dtype("bool"))
-        fields["truncated"] = Field((), np.dtype("bool"))
+        fields["reward"] = Field((), "float32")
+        fields["terminated"] = Field((), "bool")
+        fields["truncated"] = Field((), "bool")
         return cls(fields, next_obs=next_obs)
 
     @classmethod
@@ -341,7 +345,7 @@ def _as_descr(value: Any) -> Any:
 def _fields_of_space(name: str, space: Any, role: str) -> dict[str, Field]:
     kind = type(space).__name__
     if kind in ("Box", "MultiBinary", "MultiDiscrete", "Discrete"):
-        return {name: Field(tuple(space.shape), np.dtype(space.dtype), role)}
+        return {name: Field(tuple(space.shape), space.dtype, role)}
     if kind == "Dict":
         parts = dict(space.spaces)
     elif kind == "Tuple":

@@ -12,7 +12,7 @@ from zbuffer.schema import STEP_TYPE, Field, Schema
 
 FORMAT = 1
 #: The built-in field that says which part of its episode a row is.
-STEP_TYPE_FIELD = Field((), "uint8", "extra")  # type: ignore[arg-type]  # dtype is normalised
+STEP_TYPE_FIELD = Field((), "uint8", "extra")
 FIRST, MID, LAST, NO_ROW = 0, 1, 2, 255
 
 

@@ -165,27 +165,28 @@ class Assembler:
         """Return the rows to decode for an observation, (B, places), and its views of them."""
         k = self._window.stack
         behind: Any = slice(0, k) if self._window.frame_stack else 0
+        every = slice(None)
         if name not in self._following:
-            return windows.obs_ids, [(name, (slice(None), behind))]
+            return windows.obs_ids(k), [(name, (every, behind))]
         if name not in self._observations:
-            return windows.next_ids, [(f"next_{name}", (slice(None), behind))]
+            return windows.next_ids(k), [(f"next_{name}", (every, behind))]
         if self._window.n_step == 1:
             # The next stack is this one moved on by a row: one row more holds both.
-            ids = np.concatenate((windows.obs_ids, windows.next_ids[:, -1:]), axis=1)
+            ids = windows.both_ids(k)
             ahead: Any = slice(1, k + 1) if self._window.frame_stack else 1
         else:
-            ids = np.concatenate((windows.obs_ids, windows.next_ids), axis=1)
+            ids = np.concatenate((windows.obs_ids(k), windows.next_ids(k)), axis=1)
             ahead = slice(k, 2 * k) if self._window.frame_stack else 1
-        every = slice(None)
         return ids, [(name, (every, behind)), (f"next_{name}", (every, ahead))]
 
     def _lookups(self, view: View) -> Lookups:
         def column(name: str | None) -> Any:
             if name is None or not self._chained:
                 return None
-            return lambda ids: self._rows.take(view, name, ids)
+            return self._rows.lookup(view, name)
 
         return Lookups(
+            view.stop - 1,
             lambda ids: self._rows.step_types(view, ids),
             column(self._reward),
             column(self._terminated),

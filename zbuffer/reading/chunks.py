@@ -167,7 +167,8 @@ class FieldChunks:
             owners = self._owners
             pinned = [owners[i] for i in at[first].tolist()]
             sizes = self._sizes[at]
-            self._trim(set(chunks[first].tolist()))
+            if len(self._mapped) > MAX_MAPPED:
+                self._trim(set(chunks[first].tolist()))
             return addrs, sizes, pinned
 
     def _reserve(self, first: int, last: int) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
 from zbuffer.format.commit import Commit, read_root
-from zbuffer.format.layout import ROOT
+from zbuffer.format.layout import ROOT, TAIL
 from zbuffer.reading.chunks import View
 from zbuffer.storage import Store
 from zbuffer.storage.local import LocalStore
-from zbuffer.storage.pages import Page, page_file
+from zbuffer.storage.pages import Page
 
 #: A writer commits at most once in the time of a look, so a few looks are plenty.
 _LOOKS = 100
@@ -62,6 +63,8 @@ class Follower:
         self._version = store.version(ROOT)
         self.commit = read_commit(store)
         self._pages: dict[int, Page] = {}
+        # Asked for at each look, so the name is put together here.
+        self._tail = os.path.join(store.path, TAIL, "")
 
     def view(self) -> View:
         """Return the rows there are now."""
@@ -115,9 +118,8 @@ class Follower:
     def _page(self, chunk: int) -> Page | None:
         page = self._pages.get(chunk)
         if page is None:
-            file = page_file(self._store.file(""), chunk)
             try:
-                page = Page(self.commit, file, chunk, writable=False)
+                page = Page(self.commit, self._tail + str(chunk), chunk, writable=False)
             except FileNotFoundError:
                 return None
             self._pages[chunk] = page

@@ -223,7 +223,7 @@ class _Runs:
         one_run[1:] = starts[1:] | ((np.diff(rows) == 1) & (np.diff(slots) == 1))
         straight = np.where(np.logical_and.reduceat(one_run, first), slots[first], -1)
         self.longest = int(count.max())
-        self.parts = list(
+        self.parts: list[tuple[int, int, int, int, int, int]] = list(
             zip(
                 addrs[first].tolist(),
                 sizes[first].tolist(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,22 @@ class Rows:
         np.take(values, flat - base, axis=0, out=out.reshape(len(flat), *field.shape), mode="clip")
         return out
 
+    def lookup(self, view: View, name: str) -> Callable[[Array], Array]:
+        """Return a function from row ids of the view to items of a field."""
+        column = self._columns.get(name, view)
+        if column is None:
+            return lambda ids: self.take(view, name, ids)
+        values, base = column.upto(view, self.n_threads)
+        return lambda ids: values[ids - base]
+
     def step_types(self, view: View, ids: Array) -> Array:
         """Return step types: NO_ROW outside the rows, LAST for the pending observation."""
+        look_up = self.lookup(view, STEP_TYPE)
+        if ids.size == 0 or (ids.min() >= view.first and ids.max() < view.stop):
+            return look_up(ids)
         inside = (ids >= view.first) & (ids < view.stop)
-        if inside.all():
-            return self.take(view, STEP_TYPE, ids)
         types = np.full(ids.shape, NO_ROW, np.uint8)
-        if inside.any():
-            types[inside] = self.take(view, STEP_TYPE, ids[inside])
+        types[inside] = look_up(ids[inside])
         if view.pending is not None:
             types[ids == view.stop] = LAST
         return types

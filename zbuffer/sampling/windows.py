@@ -59,8 +59,10 @@ class Windows:
 
     Attributes
     ----------
-    obs_ids, next_ids
-        int64 (B, stack): rows of the observations, and of those after the steps.
+    ids
+        int64 (B,): the drawn rows.
+    begin
+        int64 (B,): offset of the oldest row that the stack may use, 0 or below.
     n_steps
         int64 (B,): steps summed, 1 to ``n_step``.
     reward
@@ -74,8 +76,7 @@ class Windows:
     """
 
     ids: Array
-    obs_ids: Array
-    next_ids: Array
+    begin: Array
     n_steps: Array
     reward: Array | None
     discount: Array
@@ -83,11 +84,40 @@ class Windows:
     truncated: Array
     mask: Array
 
+    def obs_ids(self, stack: int) -> Array:
+        """Return the rows of the observations, int64 (B, stack)."""
+        return self._stack(np.arange(1 - stack, 1))
+
+    def next_ids(self, stack: int) -> Array:
+        """Return the rows of the observations after the steps, int64 (B, stack).
+
+        Where none is stored the drawn row stands in; its place is blanked later.
+        """
+        return self._stack(np.arange(1 - stack, 1) + self._reach()[:, None])
+
+    def both_ids(self, stack: int) -> Array:
+        """Return the rows of both, int64 (B, stack + 1), for windows of one step."""
+        ids = self._stack(np.arange(1 - stack, 2))
+        if not self.mask.all():
+            ids[~self.mask, -1] = self.ids[~self.mask]
+        return ids
+
+    def _reach(self) -> Array:
+        return self.n_steps if self.mask.all() else np.where(self.mask, self.n_steps, 0)
+
+    def _stack(self, offsets: Array) -> Array:
+        return self.ids[:, None] + np.maximum(offsets, self.begin[:, None])
+
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Small fields by row id. Ids of `step_type` may lie outside the rows."""
+    """Small fields by row id.
 
+    Ids given to `step_type` may lie outside the rows; the others are asked for ids
+    up to `last`, the newest row.
+    """
+
+    last: int
     step_type: Lookup
     reward: Lookup | None = None
     terminated: Lookup | None = None
@@ -100,47 +130,27 @@ def resolve(ids: Array, window: Window, lookups: Lookups) -> tuple[Windows, Arra
     Returns
     -------
     Windows
-        Of the ids that have one, in their order.
+        Of all ids, in their order.
     valid : ndarray of bool
-        Which of `ids` those are. A row has a window if it is a step, its stack
-        was not evicted, and the observation after it is stored or its episode
+        Which of them there are. A row has a window if it is a step, its stack was
+        not evicted, and the observation after it is stored or its episode
         terminated there.
     """
     k, n = window.stack, window.n_step
-    around = lookups.step_type(ids[:, None] + np.arange(1 - k, n + 1))
-    valid, begin = _behind(around[:, :k], k)
+    types = lookups.step_type(ids + np.arange(1 - k, n + 1)[:, None])
+    begin, valid = _behind(types[:k])
     if not window.next_obs:
-        ahead = _no_steps(ids, window)
-    else:
-        ahead = _ahead(ids, around[:, k - 1 :], window, lookups)
-        valid &= ahead.n_steps > 0
-    behind = np.arange(1 - k, 1)
-    obs_ids = ids[:, None] + np.maximum(behind, begin[:, None])
-    next_ids = ids[:, None] + np.maximum(behind + ahead.n_steps[:, None], begin[:, None])
-    # What is not stored is not read: the newest place of such a stack is blanked later.
-    next_ids[~ahead.mask] = obs_ids[~ahead.mask]
-    windows = Windows(
-        ids,
-        obs_ids,
-        next_ids,
-        ahead.n_steps,
-        ahead.reward,
-        ahead.discount,
-        ahead.terminated,
-        ahead.truncated,
-        ahead.mask,
-    )
-    return windows, valid
+        none = np.zeros(len(ids), bool)
+        zero = np.zeros(len(ids), np.int64)
+        return Windows(ids, begin, zero, None, zero, none, none, none), valid
+    windows = _ahead(ids, begin, types[k - 1 :], window, lookups)
+    return windows, valid & (windows.n_steps > 0)
 
 
 def select(windows: Windows, keep: Array) -> Windows:
     """Return some of the windows, by boolean mask or index."""
     kept: Any = (value if value is None else value[keep] for value in _values(windows))
     return Windows(*kept)
-
-
-def _values(windows: Windows) -> tuple[Any, ...]:
-    return tuple(getattr(windows, name) for name in Windows.__dataclass_fields__)
 
 
 def join(parts: list[Windows]) -> Windows:
@@ -152,78 +162,72 @@ def join(parts: list[Windows]) -> Windows:
     return Windows(*joined)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    n_steps: Array
-    reward: Array | None
-    discount: Array
-    terminated: Array
-    truncated: Array
-    mask: Array
+def _values(windows: Windows) -> tuple[Any, ...]:
+    return tuple(getattr(windows, name) for name in Windows.__dataclass_fields__)
 
 
-def _behind(types: Array, k: int) -> tuple[Array, Array]:
-    """Return which rows have a whole stack, and the offset of its oldest observation."""
-    is_step = types <= MID
-    first = types == FIRST
-    # How far back the nearest FIRST lies; k where there is none in the stack.
-    nearest = np.where(first.any(axis=1), np.argmax(first[:, ::-1], axis=1), k)
-    begin = 1 - np.minimum(nearest + 1, k)
-    counted = np.arange(1 - k, 1) >= begin[:, None]
-    return (is_step | ~counted).all(axis=1), begin
+def _behind(types: Array) -> tuple[Array, Array]:
+    """Return the offset of the oldest row of each stack, and which stacks are whole.
+
+    `types` are (stack, B), oldest first. Walks back from the drawn rows; a stack is
+    closed by its episode's FIRST row.
+    """
+    k, n = types.shape
+    back = np.zeros(n, np.int64)
+    whole = np.ones(n, bool)
+    closed = np.zeros(n, bool)
+    for place in range(k - 1, -1, -1):
+        whole &= (types[place] <= MID) | closed
+        closed |= types[place] == FIRST
+        if place:
+            back += ~closed
+    return -back, whole
 
 
-def _no_steps(ids: Array, window: Window) -> _Ahead:
+#: Whether a row of this step type holds the observation after the step before it.
+_FOLLOWS = np.isin(np.arange(256), (MID, LAST))
+
+
+def _ahead(ids: Array, begin: Array, types: Array, window: Window, lookups: Lookups) -> Windows:
+    """Walk up to `n_step` steps; `types` are (n_step + 1, B), from the drawn rows on."""
     n = len(ids)
-    none = np.zeros(n, bool)
-    return _Ahead(np.zeros(n, np.int64), None, np.ones(n, np.float32), none, none, none)
-
-
-def _ahead(ids: Array, types: Array, window: Window, lookups: Lookups) -> _Ahead:
-    """Walk up to `n_step` steps; `types` are the step types from the drawn row on."""
-    n = len(ids)
-    alive = types[:, 0] <= MID
+    alive = types[0] <= MID
     n_steps = np.zeros(n, np.int64)
     terminated = np.zeros(n, bool)
     truncated = np.zeros(n, bool)
+    mask = np.zeros(n, bool)
     reward: Array | None = None
     for j in range(window.n_step):
-        # A row that is not there is looked up as the drawn one, and not counted.
-        rows = ids + np.where(types[:, j] <= MID, j, 0)
-        rows = np.where(types[:, 0] <= MID, rows, -1)
-        stored = (types[:, j + 1] == MID) | (types[:, j + 1] == LAST)
-        ends = _look(lookups.terminated, rows, n)
-        taken = alive & (stored | ends)
-        terminated |= taken & ends
-        truncated |= taken & _look(lookups.truncated, rows, n)
+        # Beyond the newest row any row will do: it is not counted.
+        rows = np.minimum(ids + j, lookups.last) if j else ids
+        stored = _FOLLOWS[types[j + 1]]
+        taken = alive & stored
+        if lookups.terminated is not None:
+            ends = alive & lookups.terminated(rows)
+            taken |= ends
+            terminated |= ends
+        if lookups.truncated is not None:
+            truncated |= taken & lookups.truncated(rows)
         n_steps += taken
+        # Where the walk stopped before, what it reached is stored: it walked there.
+        mask = np.where(taken, stored, mask) if j else taken & stored
         if lookups.reward is not None:
-            here = _look(lookups.reward, rows, n)
-            if window.n_step == 1:
-                reward = here
-            else:
-                if reward is None:
-                    kind = here.dtype if here.dtype.kind == "f" else np.dtype("float32")
-                    reward = np.zeros(n, kind)
-                reward += np.where(taken, here, 0) * reward.dtype.type(window.gamma**j)
-        alive = taken & ~terminated & ~truncated & (types[:, j + 1] == MID)
-    reached = types[np.arange(n), n_steps]
-    mask = (n_steps > 0) & ((reached == MID) | (reached == LAST))
-    discount = np.where(terminated, 0.0, window.gamma**n_steps).astype(np.float32)
-    return _Ahead(n_steps, reward, discount, terminated, truncated, mask)
+            reward = _add_reward(reward, lookups.reward(rows), taken, j, window)
+        if j + 1 < window.n_step:
+            alive = taken & ~terminated & ~truncated & (types[j + 1] == MID)
+    discount = (window.gamma ** np.arange(window.n_step + 1)).astype(np.float32)[n_steps]
+    discount[terminated] = 0.0
+    return Windows(ids, begin, n_steps, reward, discount, terminated, truncated, mask)
 
 
-def _look(lookup: Lookup | None, rows: Array, n: int) -> Array:
-    """Look rows up; -1 stands for a row that is not there, and gives zero."""
-    if lookup is None:
-        return np.zeros(n, bool)
-    there = rows >= 0
-    if there.all():
-        return lookup(rows)
-    found = lookup(rows[there])
-    values = np.zeros(n, found.dtype)
-    values[there] = found
-    return values
+def _add_reward(total: Array | None, here: Array, taken: Array, j: int, window: Window) -> Array:
+    """Return the discounted sum with one reward more; a single step's is left as it is."""
+    if window.n_step == 1:
+        return here
+    if total is None:
+        total = np.zeros(len(here), here.dtype if here.dtype.kind == "f" else np.float32)
+    total += np.where(taken, here, 0) * total.dtype.type(window.gamma**j)
+    return total
 
 
 def _is_count(value: Any) -> bool:

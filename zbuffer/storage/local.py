@@ -40,6 +40,7 @@ class LocalStore:
         self, path: str | os.PathLike[str], map_file: Callable[[str], Any] | None = None
     ) -> None:
         self._root = Path(os.path.expanduser(path)).absolute()
+        self._prefix = os.path.join(self._root, "")
         self._map_file = map_file or map_with_descriptor
 
     @property
@@ -57,7 +58,7 @@ class LocalStore:
 
     def map(self, key: str) -> Any:
         """Return the file at `key`, mapped read-only."""
-        return self._map_file(str(self._root / key))
+        return self._map_file(self._prefix + key)
 
     def write(self, key: str, data: bytes) -> None:
         """Write a temporary file beside `key`, then rename it over.
@@ -95,7 +96,7 @@ class LocalStore:
     def version(self, key: str) -> object:
         """Return what tells one version of a file from the next."""
         try:
-            status = os.stat(self._root / key)
+            status = os.stat(f"{self._prefix}{key}")
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size

@@ -33,9 +33,11 @@ class Page:
     the count never change, and the count is stored after them.
     """
 
-    def __init__(self, commit: Commit, file: Path, chunk: int, *, writable: bool) -> None:
-        layout = PageLayout.of(commit)
-        with file.open("r+b" if writable else "rb") as opened:
+    def __init__(
+        self, commit: Commit, file: str | os.PathLike[str], chunk: int, *, writable: bool
+    ) -> None:
+        with open(file, "r+b" if writable else "rb") as opened:
+            layout = PageLayout.of(commit)
             if os.fstat(opened.fileno()).st_size != layout.nbytes:
                 raise DamagedError(
                     f"{file} has {os.fstat(opened.fileno()).st_size} bytes, wanted {layout.nbytes}"
@@ -45,7 +47,7 @@ class Page:
         view = memoryview(self._map)
         self.epoch = layout.check(view, chunk)
         self.chunk = chunk
-        self.file = file
+        self.file = Path(file)
         #: Its chunk is sealed: nobody who looks it up anew should use the page.
         self.retired = False
         self.first = chunk * commit.chunk_rows
