@@ -25,7 +25,7 @@ FLOORS = [
     {"sampling", "reading"},
     {"storage"},
     {"format"},
-    {"capacity", "schema"},
+    {"capacity", "forking", "schema"},
     {"errors"},
 ]
 

@@ -478,9 +478,10 @@ class Buffer:
         if isinstance(self._source, Follower):
             return self._source.view()
         # The commit first: rows that it evicts are gone, rows after it only come.
+        # The tip before the pages: a page that has gone by then has a chunk file.
         first = self._commit().first_row
-        pages = self._source.pages
         tip = self._source.tip
+        pages = self._source.pages
         pages[tip.page.chunk] = tip.page
         return View(first, tip.stop, pages, tip.page if tip.pending else None)
 

@@ -61,6 +61,13 @@ class FieldChunks:
         self._field = field
         self._chunk_rows = chunk_rows
         self._gather = gather
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Begin anew, lock included; also what a forked child has to do.
+
+        Another thread of the parent may have held the lock, in the middle of a change.
+        """
         self._lock = threading.Lock()
         self._base = 0
         self._addrs = np.zeros(0, np.uint64)

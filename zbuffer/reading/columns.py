@@ -47,11 +47,9 @@ class Column:
                 kept = self._fill(view, n_threads)
         return kept.values, kept.base
 
-    def forget_from(self, row: int) -> None:
-        """Drop rows from this id on; they are read again."""
-        with self._lock:
-            values, base, stop = self._kept
-            self._kept = _Kept(values, base, min(stop, max(row, base)))
+    def renew_lock(self) -> None:
+        """Replace the lock, in a forked child."""
+        self._lock = threading.Lock()
 
     def _fill(self, view: View, n_threads: int) -> _Kept:
         values, base, have = self._kept
@@ -99,7 +97,7 @@ class Columns:
             return None
         return self._columns[name]
 
-    def forget_from(self, row: int) -> None:
-        """Drop rows from this id on in all columns."""
+    def renew_locks(self) -> None:
+        """Replace the locks, in a forked child."""
         for column in self._columns.values():
-            column.forget_from(row)
+            column.renew_lock()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
+from zbuffer.forking import call_in_child
 from zbuffer.format.commit import Commit, read_root
 from zbuffer.format.layout import ROOT, TAIL
 from zbuffer.reading.chunks import View
@@ -59,12 +60,17 @@ class Follower:
     def __init__(self, store: LocalStore, on_change: Callable[[Commit, Commit], None]) -> None:
         self._store = store
         self._on_change = on_change
-        self._lock = threading.Lock()
+        self.renew_lock()
+        call_in_child(self.renew_lock)
         self._version = store.version(ROOT)
         self.commit = read_commit(store)
         self._pages: dict[int, Page] = {}
         # Asked for at each look, so the name is put together here.
         self._tail = os.path.join(store.path, TAIL, "")
+
+    def renew_lock(self) -> None:
+        """Replace the lock, in a forked child."""
+        self._lock = threading.Lock()
 
     def view(self) -> View:
         """Return the rows there are now."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zbuffer.errors import RowNotFoundError
+from zbuffer.forking import call_in_child
 from zbuffer.format.commit import LAST, NO_ROW, Commit
 from zbuffer.reading.chunks import FieldChunks, View
 from zbuffer.reading.columns import Columns
@@ -44,6 +45,7 @@ class Rows:
             for name, field in self.fields.items()
         }
         self._columns = Columns(commit, self._chunks, budget_nbytes)
+        call_in_child(self.after_fork)
 
     def take(self, view: View, name: str, ids: Array, out: Array | None = None) -> Array:
         """Return the items of rows `ids` of a field, in their order.
@@ -104,6 +106,12 @@ class Rows:
         if view.pending is not None:
             types[ids == view.stop] = LAST
         return types
+
+    def after_fork(self) -> None:
+        """Let go of locks that threads of the parent may have held."""
+        for chunks in self._chunks.values():
+            chunks.forget_all()
+        self._columns.renew_locks()
 
     def forget(self, chunk: int) -> None:
         """Look a chunk up anew: its page is sealed."""

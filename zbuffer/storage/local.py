@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zbuffer.errors import BufferLockedError, StorageError
+from zbuffer.forking import call_in_child
 from zbuffer.format.layout import LOCK, PARTIAL
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -179,18 +180,11 @@ class WriterLock:
         # A forked child shares the lock through its copy of the descriptor, and
         # would keep it alive after the writer died.
         self._close = weakref.finalize(self, os.close, self._fd)
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _drop(reference))
+        call_in_child(self.release)
 
     def release(self) -> None:
         """Give the lock up; calling it again does nothing."""
         self._close()
-
-
-def _drop(reference: weakref.ref[WriterLock]) -> None:
-    lock = reference()
-    if lock is not None:
-        lock.release()
 
 
 def _read_holder(fd: int) -> str:

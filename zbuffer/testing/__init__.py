@@ -1,0 +1,7 @@
+"""What tests of zbuffer, and of what is built on it, can lean on."""
+
+from __future__ import annotations
+
+from zbuffer.testing.model import ModelBuffer, ModelEpisode, ModelWindow
+
+__all__ = ["ModelBuffer", "ModelEpisode", "ModelWindow"]
