@@ -238,15 +238,13 @@ class Buffer:
             name = schema.named(role)
             return None if name is None else self._rows.take(view, name, ids)
 
-        source = self._source
-        running = source.running if isinstance(source, Writer) else bool(view.pages)
         return Episodes(
             view.first,
             self._rows.take(view, STEP_TYPE, ids),
             column("reward"),
             column("terminated"),
             column("truncated"),
-            running=running,
+            running=view.running,
         )
 
     # -- sampling ----------------------------------------------------------
@@ -483,7 +481,8 @@ class Buffer:
         tip = self._source.tip
         pages = self._source.pages
         pages[tip.page.chunk] = tip.page
-        return View(first, tip.stop, pages, tip.page if tip.pending else None)
+        pending = tip.page if tip.state.pending else None
+        return View(first, tip.stop, pages, pending, tip.state.running)
 
     def _writer(self) -> Writer:
         self._check_open()

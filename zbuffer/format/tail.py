@@ -60,17 +60,32 @@ class PageLayout:
         return int(epoch)
 
 
-def pack_state(count: int, *, pending: bool) -> int:
-    """Return the state word of a page: its rows, and whether one observation follows.
+@dataclass(frozen=True, slots=True)
+class PageState:
+    """What a page holds; one aligned word, so that a kill leaves the old state or the new one.
 
-    One aligned word, so that a kill leaves the old state or the new one.
+    Attributes
+    ----------
+    count
+        Rows of the page.
+    pending
+        Whether the observation after the newest row lies behind it.
+    running
+        Whether the newest row's episode goes on.
     """
-    return 2 * count + pending
 
+    count: int = 0
+    pending: bool = False
+    running: bool = False
 
-def unpack_state(state: int) -> tuple[int, bool]:
-    """Return the rows of a page, and whether one more observation follows them."""
-    return state >> 1, bool(state & 1)
+    def pack(self) -> int:
+        """Return the state as a word."""
+        return 4 * self.count + 2 * self.running + self.pending
+
+    @classmethod
+    def unpack(cls, word: int) -> PageState:
+        """Read the state off its word."""
+        return cls(word >> 2, bool(word & 1), bool(word & 2))
 
 
 def state_word(data: memoryview) -> np.ndarray:

@@ -53,8 +53,11 @@ enum { LITERALS_RAW = 2 };
 /* Decoders: one Blosc2 context and one block of scratch, used by one thread. */
 
 typedef struct {
-    blosc2_context *context;
+    /* One context for Blosc2 chunks and one for Blosc1 chunks: what the extended
+     * header of the former has set is not reset by the short one of the latter. */
+    blosc2_context *contexts[2];
     ZSTD_DCtx *zstd;
+    bool spoilt; /* a chunk did not decode: its contexts may not be used again */
     uint8_t *scratch;
     size_t scratch_size;
 } decoder;
@@ -63,8 +66,9 @@ static _Atomic(decoder *) idle_decoders[MAX_THREADS];
 
 static void free_decoder(decoder *d)
 {
-    if (d->context != NULL)
-        blosc2_free_ctx(d->context);
+    for (int i = 0; i < 2; i++)
+        if (d->contexts[i] != NULL)
+            blosc2_free_ctx(d->contexts[i]);
     ZSTD_freeDCtx(d->zstd);
     free(d->scratch);
     free(d);
@@ -82,9 +86,10 @@ static decoder *take_decoder(void)
         return NULL;
     blosc2_dparams params = BLOSC2_DPARAMS_DEFAULTS;
     params.nthreads = 1;
-    d->context = blosc2_create_dctx(params);
+    for (int i = 0; i < 2; i++)
+        d->contexts[i] = blosc2_create_dctx(params);
     d->zstd = ZSTD_createDCtx();
-    if (d->context == NULL || d->zstd == NULL) {
+    if (d->contexts[0] == NULL || d->contexts[1] == NULL || d->zstd == NULL) {
         free_decoder(d);
         return NULL;
     }
@@ -93,7 +98,7 @@ static decoder *take_decoder(void)
 
 static void give_decoder(decoder *d)
 {
-    for (int i = 0; i < MAX_THREADS; i++) {
+    for (int i = 0; i < MAX_THREADS && !d->spoilt; i++) {
         decoder *none = NULL;
         if (atomic_compare_exchange_strong(&idle_decoders[i], &none, d))
             return;
@@ -268,7 +273,8 @@ static bool decode_block(decoder *d, const job *j, int64_t entry, const chunk_in
                                                (int)wanted, (int)length) >= wanted;
         /* Zero and negative sizes mark runs of one byte: left to Blosc2. */
     }
-    return blosc2_getitem_bytes_ctx(d->context, chunk, (int32_t)j->sizes[entry],
+    blosc2_context *context = d->contexts[info->header_size == BLOSC_EXTENDED_HEADER_LENGTH];
+    return blosc2_getitem_bytes_ctx(context, chunk, (int32_t)j->sizes[entry],
                                     (int32_t)(block * info->blocksize), (int32_t)length, dest,
                                     (int32_t)length) == length;
 }
@@ -316,6 +322,7 @@ static void gather_group(job *j, decoder *d, int64_t group, int64_t *n_blocks)
                     whole ? length : last_wanted_byte(j, group, block, blocksize, length);
                 if (!decode_block(d, j, i, info, block, length, wanted,
                                   whole ? dest : d->scratch)) {
+                    d->spoilt = true;
                     fail(j, BAD_BLOCK, i);
                     return;
                 }

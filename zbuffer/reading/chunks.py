@@ -31,12 +31,15 @@ class View:
         Tail pages by chunk, for the rows that no chunk file has yet.
     pending
         The page with one observation more, that of row ``stop``, or None.
+    running
+        Whether the newest row's episode goes on.
     """
 
     first: int
     stop: int
     pages: dict[int, Page]
     pending: Page | None = None
+    running: bool = False
 
     @property
     def readable_stop(self) -> int:

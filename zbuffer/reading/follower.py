@@ -12,6 +12,7 @@ from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
 from zbuffer.forking import call_in_child
 from zbuffer.format.commit import Commit, read_root
 from zbuffer.format.layout import ROOT, TAIL
+from zbuffer.format.tail import PageState
 from zbuffer.reading.chunks import View
 from zbuffer.storage import Store
 from zbuffer.storage.local import LocalStore
@@ -107,19 +108,20 @@ class Follower:
         stop = commit.rows
         chunk = stop // commit.chunk_rows
         pages: dict[int, Page] = {}
-        pending = None
+        pending, running = None, False
         while (page := self._page(chunk)) is not None:
-            count, follows = page.state
-            if page.first + count < stop:
+            state = page.state
+            if page.first + state.count < stop:
                 break
             pages[chunk] = page
-            stop = page.first + count
-            if follows or count:
-                pending = page if follows else None
-            if count < commit.chunk_rows:
+            stop = page.first + state.count
+            if state != PageState():
+                pending = page if state.pending else None
+                running = state.running
+            if state.count < commit.chunk_rows:
                 break
             chunk += 1
-        return View(commit.first_row, stop, pages, pending)
+        return View(commit.first_row, stop, pages, pending, running)
 
     def _page(self, chunk: int) -> Page | None:
         page = self._pages.get(chunk)

@@ -28,14 +28,14 @@ class _Plan:
     ----------
     runs
         Per run: its first entry, one past its last, address and size of its chunk,
-        first row, number of rows from the first to the last, and its slot in the
-        batch, or -1 for scratch.
+        whether that is a Blosc2 chunk, first row, number of rows from the first to
+        the last, and its slot in the batch, or -1 for scratch.
     """
 
     items: Array
     rows: Array
     slots: Array
-    runs: list[tuple[int, int, int, int, int, int, int]]
+    runs: list[tuple[int, int, int, int, bool, int, int, int]]
 
 
 class CtypesGather:
@@ -68,10 +68,12 @@ class CtypesGather:
         limit = np.where(sizes < 0, -sizes, chunk_nbytes // row_nbytes)
         if ((rows < 0) | (rows >= limit) | (slots < 0) | (slots >= len(items))).any():
             raise ValueError("an entry lies outside its chunk or the batch")
-        chunk_starts, block_nbytes = self._blocks(addrs, sizes, chunk_nbytes)
-        if block_nbytes[-1] <= 0:
-            return -1 - int(chunk_starts[len(block_nbytes) - 1])
-        runs = _runs(addrs, sizes, rows, slots, row_nbytes, chunk_starts, block_nbytes)
+        if len(rows) == 0:
+            return 0
+        chunk_starts, heads = self._heads(addrs, sizes, chunk_nbytes)
+        if heads[-1][0] <= 0:
+            return -1 - int(chunk_starts[len(heads) - 1])
+        runs = _runs(addrs, sizes, rows, slots, row_nbytes, chunk_starts, heads)
         plan = _Plan(items, rows, slots, runs)
         n_threads = max(1, min(n_threads, len(runs) // 8))
         if n_threads == 1:
@@ -83,12 +85,12 @@ class CtypesGather:
 
     def _work(self, plan: _Plan, share: int, n_shares: int) -> int:
         """Do every `n_shares`-th run; returns how many, or minus one minus the failed entry."""
-        context = self._context()
+        contexts = self._contexts()
         getitem = self._lib.blosc2_getitem_bytes_ctx
         row_nbytes = plan.items.shape[1]
         base = plan.items.ctypes.data
         runs = plan.runs[share::n_shares]
-        for start, stop, addr, size, row, count, slot in runs:
+        for start, stop, addr, size, extended, row, count, slot in runs:
             nbytes = count * row_nbytes
             scratch = None
             if slot >= 0:
@@ -98,32 +100,44 @@ class CtypesGather:
                 target = scratch.ctypes.data
             if size < 0:
                 ctypes.memmove(target, addr + row * row_nbytes, nbytes)
-            elif getitem(context, addr, size, row * row_nbytes, nbytes, target, nbytes) != nbytes:
-                return -1 - start
+            else:
+                context = contexts[extended].handle
+                got = getitem(context, addr, size, row * row_nbytes, nbytes, target, nbytes)
+                if got != nbytes:
+                    # A context that met a damaged chunk may not be used again.
+                    self._local.contexts = None
+                    return -1 - start
             if scratch is not None:
                 plan.items[plan.slots[start:stop]] = scratch[plan.rows[start:stop] - row]
         return len(runs)
 
-    def _blocks(self, addrs: Array, sizes: Array, chunk_nbytes: int) -> tuple[Array, list[int]]:
-        """Return the first entry of each chunk, and its block size.
+    def _heads(
+        self, addrs: Array, sizes: Array, chunk_nbytes: int
+    ) -> tuple[Array, list[tuple[int, bool]]]:
+        """Return the first entry of each chunk, and its block size and kind.
 
         Stops at a chunk whose header does not fit, with -1 for it.
         """
         new = np.ones(len(addrs), bool)
         new[1:] = addrs[1:] != addrs[:-1]
         starts = np.flatnonzero(new)
-        block_nbytes = []
+        heads = []
         for addr, size in zip(addrs[starts].tolist(), sizes[starts].tolist(), strict=True):
-            block_nbytes.append(_blocksize(self._lib, addr, size, chunk_nbytes))
-            if block_nbytes[-1] <= 0:
+            heads.append(_head(self._lib, addr, size, chunk_nbytes))
+            if heads[-1][0] <= 0:
                 break
-        return starts, block_nbytes
+        return starts, heads
 
-    def _context(self) -> int:
-        context: _Context | None = getattr(self._local, "context", None)
-        if context is None:
-            context = self._local.context = _Context(self._lib)
-        return context.handle
+    def _contexts(self) -> tuple[_Context, _Context]:
+        """Return this thread's contexts, for Blosc1 and for Blosc2 chunks.
+
+        What the extended header of the latter has set is not reset by the short one
+        of the former.
+        """
+        contexts: tuple[_Context, _Context] | None = getattr(self._local, "contexts", None)
+        if contexts is None:
+            contexts = self._local.contexts = (_Context(self._lib), _Context(self._lib))
+        return contexts
 
 
 def _runs(
@@ -133,11 +147,12 @@ def _runs(
     slots: Array,
     row_nbytes: int,
     chunk_starts: Array,
-    block_nbytes: list[int],
-) -> list[tuple[int, int, int, int, int, int, int]]:
+    heads: list[tuple[int, bool]],
+) -> list[tuple[int, int, int, int, bool, int, int, int]]:
     n = len(rows)
     lengths = np.diff(np.append(chunk_starts, n))
-    blocks = rows * row_nbytes // np.repeat(block_nbytes, lengths)
+    block_nbytes, extended = (np.repeat(values, lengths) for values in zip(*heads, strict=True))
+    blocks = rows * row_nbytes // block_nbytes
     new = np.ones(n, bool)
     new[1:] = blocks[1:] != blocks[:-1]
     new[chunk_starts] = True
@@ -152,6 +167,7 @@ def _runs(
         stop,
         addrs[start],
         sizes[start],
+        extended[start],
         rows[start],
         rows[stop - 1] - rows[start] + 1,
         np.where(straight, slots[start], -1),
@@ -159,19 +175,22 @@ def _runs(
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _blocksize(lib: ctypes.CDLL, addr: int, size: int, chunk_nbytes: int) -> int:
-    """Return the block size of a chunk, or -1 where its header does not fit."""
+def _head(lib: ctypes.CDLL, addr: int, size: int, chunk_nbytes: int) -> tuple[int, bool]:
+    """Return the block size of a chunk (-1 where its header does not fit), and if it is Blosc2's."""
     if size < 0:
-        return _RAW_NBYTES
+        return _RAW_NBYTES, False
     if size < 16:
-        return -1
+        return -1, False
     nbytes, cbytes, blocksize = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32()
     code = lib.blosc2_cbuffer_sizes(
         addr, ctypes.byref(nbytes), ctypes.byref(cbytes), ctypes.byref(blocksize)
     )
     if code < 0 or nbytes.value != chunk_nbytes or not 16 <= cbytes.value <= size:
-        return -1
-    return blocksize.value if 0 < blocksize.value <= nbytes.value else -1
+        return -1, False
+    if not 0 < blocksize.value <= nbytes.value:
+        return -1, False
+    # Both shuffle bits at once announce the extended header.
+    return blocksize.value, ctypes.string_at(addr + 2, 1)[0] & 0x05 == 0x05
 
 
 class _Context:

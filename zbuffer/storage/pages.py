@@ -13,7 +13,7 @@ import numpy as np
 from zbuffer.errors import DamagedError
 from zbuffer.format.commit import Commit
 from zbuffer.format.layout import TAIL
-from zbuffer.format.tail import PageLayout, pack_state, state_word, unpack_state
+from zbuffer.format.tail import PageLayout, PageState, state_word
 from zbuffer.storage.local import storage_error
 
 
@@ -52,7 +52,7 @@ class Page:
         self.retired = False
         self.first = chunk * commit.chunk_rows
         self._state = state_word(view)
-        count, _ = self.state
+        count = self.state.count
         if not 0 <= count <= commit.chunk_rows:
             raise DamagedError(f"{file} claims {count} rows of {commit.chunk_rows}")
         self.columns: dict[str, np.ndarray[Any, Any]] = {}
@@ -89,13 +89,13 @@ class Page:
         return cls(commit, file, chunk, writable=True)
 
     @property
-    def state(self) -> tuple[int, bool]:
-        """Rows of the page, and whether one more observation follows them."""
-        return unpack_state(int(self._state[0]))
+    def state(self) -> PageState:
+        """What the page holds now."""
+        return PageState.unpack(int(self._state[0]))
 
-    def publish(self, count: int, *, pending: bool) -> None:
-        """Make the first `count` rows, and one observation more, visible to readers."""
-        self._state[0] = pack_state(count, pending=pending)
+    def publish(self, state: PageState) -> None:
+        """Make rows, and what follows them, visible to readers."""
+        self._state[0] = state.pack()
 
     def unlink(self) -> None:
         """Remove the file; maps of it stay valid."""

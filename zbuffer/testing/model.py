@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,10 +147,9 @@ class ModelBuffer:
         self.rows.append(stored)
         self.running = True
         self.pending = following
-        self._final_may_follow = False
         if self._flag("terminated", stored) or self._flag("truncated", stored):
-            self._final_may_follow = following is None and not self.schema.explicit
             self._stop()
+            self._final_may_follow = following is None
 
     def extend(self, **rows: Any) -> int:
         """Add many steps, all or none; returns how many."""
@@ -197,22 +197,22 @@ class ModelBuffer:
         Raises
         ------
         EpisodeError
-            No episode is running and no final observation may follow, or it is
-            not the pending one.
+            No episode is running and none has just ended without its final
+            observation, or what is given is not the pending one.
         """
         if not self.running and not self._final_may_follow:
             raise EpisodeError("no episode is running")
+        if not self.running and not final_observation:
+            return
         leaves = flatten(final_observation)
         final = {name: self._item(name, item) for name, item in leaves.items()} or None
         if self.pending is not None and final is not None and not _same(self.pending, final):
             raise EpisodeError("the final observation is not the next_obs of the last step")
         self.pending = final if self.pending is None else self.pending
-        self._final_may_follow = False
         self._stop()
 
     def close(self) -> None:
         """End the running episode, as closing, reopening and being killed do."""
-        self._final_may_follow = False
         self._stop()
 
     # Evicting
@@ -236,14 +236,14 @@ class ModelBuffer:
         return sum(1 for row in self.rows[self.first :] if row[STEP_TYPE] != LAST)
 
     def episodes(self) -> list[ModelEpisode]:
-        """Return the episodes, oldest first."""
+        """Return the episodes that have a step left, oldest first."""
         starts = [
             i
             for i in range(self.first, len(self.rows))
             if i == self.first or self.rows[i][STEP_TYPE] == FIRST
         ]
-        stops = [*starts[1:], len(self.rows)]
-        return [self._episode(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        episodes = [self._episode(*ends) for ends in pairwise([*starts, len(self.rows)])]
+        return [episode for episode in episodes if episode.length > 0]
 
     # Drawing
 
@@ -295,6 +295,7 @@ class ModelBuffer:
             self.rows.append(self._zero_row() | self.pending | {STEP_TYPE: LAST})
         self.pending = None
         self.running = False
+        self._final_may_follow = False
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

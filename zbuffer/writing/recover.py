@@ -10,6 +10,7 @@ import numpy as np
 from zbuffer.errors import DamagedError
 from zbuffer.format import layout
 from zbuffer.format.commit import Commit
+from zbuffer.format.tail import PageState
 from zbuffer.storage.local import LocalStore
 from zbuffer.storage.pages import Page, page_file, page_numbers
 
@@ -67,7 +68,7 @@ def recover_pages(
         else:
             raise DamagedError(f"{page_file(root, chunk)} does not follow the rows before it")
     committed = commit.rows - first * commit.chunk_rows
-    if pages and pages[0].state[0] < committed:
+    if pages and pages[0].state.count < committed:
         # An older page than the chunk: its writer was closed without removing it.
         for page in pages:
             page.unlink()
@@ -76,13 +77,13 @@ def recover_pages(
         pages.append(new_page(commit, first))
         if committed:
             _refill(store, commit, pages[0], committed)
-    if len(pages) > 1 and pages[-1].state == (0, False) and pages[-2].state[1]:
+    if len(pages) > 1 and pages[-1].state == PageState() and pages[-2].state.pending:
         # The writer died as it went on to a new page: what was pending is in the
         # slot after the last row of the page before.
         source, target = pages[-2], pages[-1]
         for name in commit.schema.observations:
             target.columns[name][0] = source.columns[name][commit.chunk_rows]
-        target.publish(0, pending=True)
+        target.publish(PageState(0, pending=True))
     return pages
 
 
@@ -92,7 +93,7 @@ def take_over(commit: Commit) -> Commit:
 
 
 def _is_full(page: Page, commit: Commit) -> bool:
-    return page.state[0] == commit.chunk_rows
+    return page.state.count == commit.chunk_rows
 
 
 def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
@@ -114,4 +115,4 @@ def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
             )
         rows = np.frombuffer(raw, field.dtype).reshape(commit.chunk_rows, *field.shape)
         page.columns[name][:count] = rows[:count]
-    page.publish(count, pending=False)
+    page.publish(PageState(count))

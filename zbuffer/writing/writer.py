@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from zbuffer.errors import ClosedError, EpisodeError, StorageError, ZBufferError
 from zbuffer.format.commit import FIRST, LAST, MID, Commit
+from zbuffer.format.tail import PageState
 from zbuffer.schema import STEP_TYPE
 from zbuffer.storage import Store
 from zbuffer.storage.pages import Page
@@ -29,13 +31,12 @@ class Tip:
     """The end of the rows: a value, so that threads that read it see one moment."""
 
     page: Page
-    count: int
-    pending: bool
+    state: PageState
 
     @property
     def stop(self) -> int:
         """One past the id of the newest row."""
-        return self.page.first + self.count
+        return self.page.first + self.state.count
 
 
 class Writer:
@@ -67,10 +68,10 @@ class Writer:
         self._closed = False
         self._pid = os.getpid()
         self._pages = {page.chunk: page for page in pages}
-        self._tip = Tip(pages[-1], *pages[-1].state)
+        # The episode of the writer before is over, whatever it left.
+        self._tip = Tip(pages[-1], replace(pages[-1].state, running=False))
         self._submitted_stop = sealer.commit.rows
         self._max_queued = max(2, _QUEUE_NBYTES // max(_page_nbytes(self._page), 1))
-        self._in_episode = False
         # The last row ended its episode, and its final observation may follow.
         self._final_may_follow = False
         self._names = list(self._schema)
@@ -89,21 +90,20 @@ class Writer:
         return self._tip
 
     @property
-    def running(self) -> bool:
-        """Whether an episode is running."""
-        return self._in_episode
-
-    @property
     def _page(self) -> Page:
         return self._tip.page
 
     @property
     def _count(self) -> int:
-        return self._tip.count
+        return self._tip.state.count
 
     @property
     def _pending(self) -> bool:
-        return self._tip.pending
+        return self._tip.state.pending
+
+    @property
+    def _in_episode(self) -> bool:
+        return self._tip.state.running
 
     def resume(self) -> None:
         """Take up what the writer before left: its full pages, and its open episode."""
@@ -117,6 +117,7 @@ class Writer:
         """Add one step."""
         with self._lock:
             self._check_open()
+            self._settle()
             values, following = self._rows.step(row)
             if self._in_episode and self._pending:
                 self._check_follows(values, "obs")
@@ -129,16 +130,19 @@ class Writer:
             if following is not None:
                 for name in self._observations:
                     page.columns[name][i + 1] = following[name]
-            self._publish(i + 1, pending=following is not None)
-            self._in_episode = not done
+            self._publish(PageState(i + 1, following is not None, not done))
             self._final_may_follow = done and following is None
             if done and following is not None:
-                self._promote_pending()
+                # The row and what follows it are safe in the tail. Without room for a
+                # LAST row yet, the next call makes it: this one must not fail now.
+                with contextlib.suppress(StorageError):
+                    self._promote_pending()
 
     def extend(self, rows: Mapping[str, Any], *, ends: bool = False) -> int:
         """Add many steps; returns how many."""
         with self._lock:
             self._check_open()
+            self._settle()
             values, following = self._rows.steps(rows)
             n = len(next(iter(values.values())))
             if n == 0:
@@ -161,9 +165,11 @@ class Writer:
             try:
                 self._copy_steps({**values, STEP_TYPE: step_type}, following, done)
             except StorageError as error:
-                error.add_note("rows of this call that fitted before the error are stored")
+                error.add_note(
+                    "steps of this call that fitted before the error are stored: "
+                    "len(buffer) says how many there are"
+                )
                 raise
-            self._in_episode = not done[-1]
             self._final_may_follow = bool(done[-1]) and following is None and not ends
             return n
 
@@ -171,6 +177,7 @@ class Writer:
         """Add one whole episode; returns its number of steps."""
         with self._lock:
             self._check_open()
+            self._settle()
             if self._in_episode:
                 raise EpisodeError("an episode is running: call end_episode() before add_episode()")
             return self.extend(self._as_transitions(rows), ends=True)
@@ -179,6 +186,7 @@ class Writer:
         """End the running episode, with its final observation where there is one."""
         with self._lock:
             self._check_open()
+            self._settle()
             if not self._in_episode and not (self._final_may_follow and final):
                 if self._final_may_follow:
                     return
@@ -193,16 +201,18 @@ class Writer:
                     self._make_room()
                     for name in self._observations:
                         self._page.columns[name][self._count] = values[name]
-                    self._publish(self._count, pending=True)
+                    self._publish(PageState(self._count, pending=True))
             if self._pending:
                 self._promote_pending()
-            self._in_episode = False
+            elif self._in_episode:
+                self._publish(PageState(self._count))
             self._final_may_follow = False
 
     def flush(self) -> None:
         """Seal what is in the tail, and commit it."""
         with self._lock:
             self._check_open()
+            self._settle()
             self._flush()
 
     def close(self) -> None:
@@ -216,7 +226,6 @@ class Writer:
             try:
                 if self._pending:
                     self._promote_pending()
-                self._in_episode = False
                 self._flush()
             finally:
                 self._closed = True
@@ -226,7 +235,7 @@ class Writer:
 
     def on_commit(self, page: Page) -> None:
         """Let a page go whose chunk is committed whole; called by the sealer."""
-        if page.state[0] == self._chunk_rows and page is not self._page:
+        if page.state.count == self._chunk_rows and page is not self._page:
             self._retire(page)
 
     # -- one step ----------------------------------------------------------
@@ -248,7 +257,7 @@ class Writer:
                     "the schema with next_obs='explicit' for transitions that do not chain"
                 )
 
-    def _publish(self, count: int, *, pending: bool) -> None:
+    def _publish(self, state: PageState) -> None:
         # Two turns of a lock are a full fence: readers in other processes must
         # not see the count before the rows, on any processor.
         with self._fence:
@@ -256,8 +265,13 @@ class Writer:
         with self._fence:
             pass
         page = self._page
-        page.publish(count, pending=pending)
-        self._tip = Tip(page, count, pending)
+        page.publish(state)
+        self._tip = Tip(page, state)
+
+    def _settle(self) -> None:
+        """Make the LAST row of an episode that ended when the disk had no room for it."""
+        if self._pending and not self._in_episode:
+            self._promote_pending()
 
     def _promote_pending(self) -> None:
         """Make the pending observation a LAST row."""
@@ -267,7 +281,7 @@ class Writer:
             if name not in self._observations:
                 page.columns[name][i] = np.zeros((), page.columns[name].dtype)
         page.columns[STEP_TYPE][i] = LAST
-        self._publish(i + 1, pending=False)
+        self._publish(PageState(i + 1))
 
     # -- many steps --------------------------------------------------------
 
@@ -302,12 +316,14 @@ class Writer:
             ends = ends[(at[ends] + 1 >= written) & (at[ends] + 1 < written + room)]
             self._copy_page(values, following, slice(low, high), at - written, ends)
             written += room
-            pending = written == total and following is not None and not done[-1]
+            last = int(high) - 1
+            # What follows the newest row is kept behind it, unless it is a LAST row itself.
+            pending = following is not None and at[last] == written - 1
             if pending:
                 assert following is not None
                 for name in self._observations:
-                    self._page.columns[name][self._count + room] = following[name][-1]
-            self._publish(self._count + room, pending=pending)
+                    self._page.columns[name][self._count + room] = following[name][last]
+            self._publish(PageState(self._count + room, bool(pending), not done[last]))
 
     def _copy_page(
         self,
@@ -382,14 +398,14 @@ class Writer:
             return
         self._submit()
         self._sealer.wait(self._max_queued)
-        old, pending = self._page, self._pending
+        old, state = self._page, replace(self._tip.state, count=0)
         page = self._new_page(self._sealer.commit, old.chunk + 1)
-        if pending:
+        if state.pending:
             for name in self._observations:
                 page.columns[name][0] = old.columns[name][self._chunk_rows]
-            page.publish(0, pending=True)
+        page.publish(state)
         self._pages[page.chunk] = page
-        self._tip = Tip(page, 0, pending)
+        self._tip = Tip(page, state)
         if self._sealer.commit.rows >= page.first:
             self._retire(old)
 
