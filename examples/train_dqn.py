@@ -45,9 +45,7 @@ EPSILON_LAST = 0.02
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Train a small DQN from a compressed replay buffer on disk."
-    )
+    parser = argparse.ArgumentParser(description="Train a small DQN from frames on disk.")
     parser.add_argument("--game", default="Breakout", help="a game of the ALE, e.g. Pong")
     parser.add_argument("--steps", type=int, default=20_000, help="environment steps")
     parser.add_argument("--path", type=Path, default=Path("runs/dqn.zarr"))
@@ -60,9 +58,6 @@ def parse_args() -> argparse.Namespace:
     if args.path.exists() and not args.overwrite:
         parser.error(f"{args.path} exists: choose another --path, or replace it with --overwrite")
     return args
-
-
-# --- The environment ---------------------------------------------------------
 
 
 def make_env(game: str) -> gym.Env:
@@ -107,9 +102,6 @@ class Player:
             self._begin_episode()
 
 
-# --- The agent ---------------------------------------------------------------
-
-
 class QNetwork(nn.Module):
     """The network of the first DQN paper (Mnih et al. 2013): two convolutions, two layers."""
 
@@ -131,7 +123,7 @@ class QNetwork(nn.Module):
 
 
 class Agent:
-    """Double DQN with n-step returns."""
+    """DQN with n-step returns."""
 
     def __init__(self, n_actions: int, device: str) -> None:
         self.device = device
@@ -148,8 +140,7 @@ class Agent:
 
     def learn(self, batch: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            best = self.online(batch["next_obs"]).argmax(dim=1, keepdim=True)
-            future = self.target(batch["next_obs"]).gather(1, best).squeeze(1)
+            future = self.target(batch["next_obs"]).max(dim=1).values
             # `reward` is the discounted sum of up to N_STEP rewards; `discount` is gamma to the
             # number of steps summed, and 0 where the episode terminated within them.
             wanted = batch["reward"].clamp(-1, 1) + batch["discount"] * future
@@ -162,9 +153,6 @@ class Agent:
         self.updates += 1
         if self.updates % TARGET_EVERY == 0:
             self.target.load_state_dict(self.online.state_dict())
-
-
-# --- Training ----------------------------------------------------------------
 
 
 def train(args: argparse.Namespace) -> str:
@@ -217,17 +205,12 @@ def train(args: argparse.Namespace) -> str:
                 if player.returns and step % 50 == 0:
                     recent = f"{np.mean(player.returns[-50:]):.2f}"
                     bar.set_postfix({"return": recent, "epsilon": f"{epsilon:.2f}"}, refresh=False)
-            statistics = batches.statistics()
+            n_batches = batches.statistics().batches
         training_s = time.perf_counter() - start
 
     env.close()
-    return (
-        f"{waited_s:.1f} s of {training_s:.1f} s of training ({waited_s / training_s:.1%}), for "
-        f"{statistics.batches:,} batches (the loader counts {statistics.wait_s:.1f} s)"
-    )
-
-
-# --- What is on disk ---------------------------------------------------------
+    share = f"{waited_s:.1f} s of {training_s:.1f} s of training ({waited_s / training_s:.1%})"
+    return f"{share} for {n_batches:,} batches"
 
 
 def plot_curve(episodes: zbuffer.Episodes, game: str, path: Path) -> None:
@@ -235,13 +218,13 @@ def plot_curve(episodes: zbuffer.Episodes, game: str, path: Path) -> None:
     finished = np.isin(episodes.ended, ["terminated", "truncated"])
     steps = np.cumsum(episodes.length)[finished]
     returns = episodes.returns[finished]
-    n = max(1, len(returns) // 10)
-    mean = np.convolve(returns, np.full(n, 1 / n), mode="valid")
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, returns, ".", color="0.7", markersize=4, label="one episode")
-    axes.plot(steps[n - 1 :], mean, color="C0", linewidth=2, label=f"mean of {n}")
+    if n := -(-len(returns) // 10):
+        mean = np.convolve(returns, np.full(n, 1 / n), mode="valid")
+        axes.plot(steps[n - 1 :], mean, color="C0", linewidth=2, label=f"mean of {n}")
     axes.set(title=f"DQN on {game}", xlabel="environment steps", ylabel="return of one life")
     axes.legend(loc="upper left", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -176,7 +176,7 @@ def _runs(
 
 
 def _head(lib: ctypes.CDLL, addr: int, size: int, chunk_nbytes: int) -> tuple[int, bool]:
-    """Return the block size of a chunk (-1 where its header does not fit), and if it is Blosc2's."""
+    """Return a chunk's block size, -1 where its header does not fit, and if it is Blosc2's."""
     if size < 0:
         return _RAW_NBYTES, False
     if size < 16:

@@ -93,17 +93,16 @@ class Windows:
 
         Where none is stored the drawn row stands in; its place is blanked later.
         """
-        return self._stack(np.arange(1 - stack, 1) + self._reach()[:, None])
+        return self._without_missing(self._stack(np.arange(1 - stack, 1) + self.n_steps[:, None]))
 
     def both_ids(self, stack: int) -> Array:
         """Return the rows of both, int64 (B, stack + 1), for windows of one step."""
-        ids = self._stack(np.arange(1 - stack, 2))
+        return self._without_missing(self._stack(np.arange(1 - stack, 2)))
+
+    def _without_missing(self, ids: Array) -> Array:
         if not self.mask.all():
             ids[~self.mask, -1] = self.ids[~self.mask]
         return ids
-
-    def _reach(self) -> Array:
-        return self.n_steps if self.mask.all() else np.where(self.mask, self.n_steps, 0)
 
     def _stack(self, offsets: Array) -> Array:
         return self.ids[:, None] + np.maximum(offsets, self.begin[:, None])
