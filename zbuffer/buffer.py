@@ -13,11 +13,11 @@ from zbuffer.errors import (
     ClosedError,
     ReadOnlyError,
     RowNotFoundError,
+    ZBufferError,
 )
-from zbuffer.format.commit import Commit
+from zbuffer.forking import call_in_child
 from zbuffer.loading.batch import Assembler, Batch
-from zbuffer.loading.loader import Loader
-from zbuffer.loading.upload import make_uploader
+from zbuffer.loading.loader import Loader, LoaderOptions
 from zbuffer.reading.chunks import View
 from zbuffer.reading.column import ColumnView
 from zbuffer.reading.follower import Follower
@@ -47,7 +47,6 @@ class Buffer:
         store: LocalStore,
         rows: Rows,
         source: Writer | Follower,
-        commit: Callable[[], Commit],
         lock: WriterLock | None,
         *,
         native: bool,
@@ -55,10 +54,11 @@ class Buffer:
         self._store = store
         self._rows = rows
         self._source = source
-        self._commit = commit
+        call_in_child(self._after_fork)
         self._lock = lock
         self._native = native
         self._closed = False
+        self._forked = False
         self._loaders: list[Loader] = []
         self._last_assembler: tuple[Any, Any] = (None, None)
 
@@ -172,7 +172,7 @@ class Buffer:
 
     def __len__(self) -> int:
         """Return the number of steps; LAST rows are not counted."""
-        view, commit = self._view(), self._commit()
+        view, commit = self._view(), self._source.commit
         steps = commit.steps
         if commit.first_row != view.first or commit.rows > view.stop:
             ids = np.arange(view.first, view.stop)
@@ -298,16 +298,10 @@ class Buffer:
         Steps without a stored observation after them (the newest of a stream, the
         last before a cut) and steps whose stack was evicted are not drawn.
         """
-        loader = self._make_loader(
-            batch_size,
-            Window(frame_stack, n_step, gamma),
-            fields,
-            seed=0,
-            device=None,
-            prefetch=0,
-            transform=None,
-            rng=_generator(seed),
-        )
+        self._check_open()
+        options = LoaderOptions(batch_size=batch_size, prefetch=0)
+        assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
+        loader = Loader(self._view, assembler, UniformSampler(), options, rng=_generator(seed))
         batch: Batch = next(loader)
         return batch
 
@@ -343,19 +337,12 @@ class Buffer:
         transform
             Called with each batch on the prefetch thread; its answer is handed out.
         """
+        self._check_open()
         if order != "uniform":
             raise ValueError(f"order must be 'uniform', got {order!r}")
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise ValueError(f"prefetch must be a whole number from 0 on, got {prefetch!r}")
-        loader = self._make_loader(
-            batch_size,
-            Window(frame_stack, n_step, gamma),
-            fields,
-            seed=seed,
-            device=device,
-            prefetch=prefetch,
-            transform=transform,
-        )
+        options = LoaderOptions(batch_size, device, prefetch, seed, transform)
+        assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
+        loader = Loader(self._view, assembler, UniformSampler(), options)
         self._loaders = [other for other in self._loaders if not other.closed]
         self._loaders.append(loader)
         return loader
@@ -370,12 +357,12 @@ class Buffer:
     @property
     def schema(self) -> Schema:
         """The fields of a row."""
-        return self._commit().schema
+        return self._source.commit.schema
 
     @property
     def capacity(self) -> int | str | None:
         """The limit in rows, or as a text in bytes; None without one."""
-        commit = self._commit()
+        commit = self._source.commit
         if commit.capacity_nbytes is not None:
             return f"{commit.capacity_nbytes}B"
         return commit.capacity_rows
@@ -383,7 +370,7 @@ class Buffer:
     @property
     def notes(self) -> Mapping[str, Any]:
         """The user's notes, as they were given to :func:`create`."""
-        return self._commit().notes
+        return self._source.commit.notes
 
     @property
     def first_row(self) -> int:
@@ -429,41 +416,10 @@ class Buffer:
 
     # -- inside ------------------------------------------------------------
 
-    def _make_loader(
-        self,
-        batch_size: int,
-        window: Window,
-        fields: Sequence[str] | None,
-        *,
-        seed: int,
-        device: Any,
-        prefetch: int,
-        transform: Callable[[Batch], Any] | None,
-        rng: np.random.Generator | None = None,
-    ) -> Loader:
-        self._check_open()
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-            raise ValueError(f"batch_size must be a whole number above 0, got {batch_size!r}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number above 0, got {batch_size!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}")
-        return Loader(
-            self._view,
-            self._assembler(
-                window, fields if fields is None or isinstance(fields, str) else tuple(fields)
-            ),
-            UniformSampler(),
-            make_uploader(device, prefetch + 2),
-            batch_size=int(batch_size),
-            seed=int(seed),
-            prefetch=prefetch,
-            transform=transform,
-            rng=rng,
-        )
-
     def _assembler(self, window: Window, fields: Sequence[str] | None) -> Assembler:
         """Return the assembler of a window; the last one is kept for the next call."""
+        if fields is not None and not isinstance(fields, str):
+            fields = tuple(fields)
         last, assembler = self._last_assembler
         if last != (window, fields):
             assembler = Assembler(self._rows, self.schema, window, fields)
@@ -473,19 +429,18 @@ class Buffer:
 
     def _view(self) -> View:
         self._check_open()
-        if isinstance(self._source, Follower):
-            return self._source.view()
-        # The commit first: rows that it evicts are gone, rows after it only come.
-        # The tip before the pages: a page that has gone by then has a chunk file.
-        first = self._commit().first_row
-        tip = self._source.tip
-        pages = self._source.pages
-        pages[tip.page.chunk] = tip.page
-        pending = tip.page if tip.state.pending else None
-        return View(first, tip.stop, pages, pending, tip.state.running)
+        return self._source.view()
+
+    def _after_fork(self) -> None:
+        """Read as any other process does: the parent goes on, and this copy would not see it."""
+        self._forked = True
+        if isinstance(self._source, Writer) and not self._closed:
+            self._source = Follower(self._store, self._source.commit, self._rows.on_change)
 
     def _writer(self) -> Writer:
         self._check_open()
+        if self._forked:
+            raise ZBufferError("a forked process cannot write: open the buffer in the child")
         if not isinstance(self._source, Writer):
             raise ReadOnlyError(
                 f"{self.path} is open for reading: zbuffer.open(path, mode='a') can write"

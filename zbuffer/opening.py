@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from zbuffer.buffer import Buffer
@@ -106,6 +106,7 @@ def create(
         capacity_nbytes=capacity_nbytes,
         notes=_plain_json(notes or {}),
     )
+    _check_threads(threads)
     native = native_module(gather)
     store = _local_store(path, native)
     _check_free(store, overwrite=overwrite)
@@ -155,6 +156,7 @@ def open(
     """
     if mode not in ("r", "a"):
         raise ValueError(f"mode must be 'r' or 'a', got {mode!r}")
+    _check_threads(threads)
     native = native_module(gather)
     store = _local_store(path, native)
     if mode == "r":
@@ -171,11 +173,11 @@ def open(
 
 
 def _open_reader(store: LocalStore, native: Any, threads: int | None) -> Buffer:
-    changes: list[Callable[[Commit, Commit], None]] = []
-    follower = Follower(store, lambda old, new: changes[0](old, new))
-    rows = _make_rows(store, follower.commit, native, threads)
-    changes.append(rows.on_change)
-    return Buffer(store, rows, follower, lambda: follower.commit, None, native=native is not None)
+    commit = read_commit(store)
+    rows = _make_rows(store, commit, native, threads)
+    return Buffer(
+        store, rows, Follower(store, commit, rows.on_change), None, native=native is not None
+    )
 
 
 def _open_writer(
@@ -201,20 +203,24 @@ def _open_writer(
     except BaseException:
         sealer.stop()
         raise
-    return Buffer(store, rows, writers[0], lambda: sealer.commit, lock, native=native is not None)
+    return Buffer(store, rows, writers[0], lock, native=native is not None)
 
 
 def _make_rows(store: LocalStore, commit: Commit, native: Any, threads: int | None) -> Rows:
-    n_threads = default_threads() if threads is None else int(threads)
-    if n_threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads!r}")
+    n_threads = default_threads() if threads is None else threads
     return Rows(store, commit, make_gather(native), n_threads, _COLUMNS_NBYTES)
+
+
+def _check_threads(threads: int | None) -> None:
+    whole = isinstance(threads, int) and not isinstance(threads, bool)
+    if threads is not None and (not whole or threads < 1):
+        raise ValueError(f"threads must be a whole number above 0, got {threads!r}")
 
 
 def _local_store(path: str | os.PathLike[str], native: Any) -> LocalStore:
     if "://" in os.fspath(path):
         raise ValueError(f"{os.fspath(path)!r} is a URL; this version opens local paths only")
-    return LocalStore(path, None if native is None else native.map_file)
+    return LocalStore(path) if native is None else LocalStore(path, native.map_file)
 
 
 def _check_free(store: LocalStore, *, overwrite: bool) -> None:

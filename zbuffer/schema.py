@@ -66,6 +66,8 @@ class Field:
         self, shape: int | Sequence[int], dtype: npt.DTypeLike, role: str | None = None
     ) -> None:
         lengths = (shape,) if isinstance(shape, int | np.integer) else shape
+        if not all(isinstance(n, int | np.integer) for n in lengths):
+            raise TypeError(f"a shape is whole numbers, got {shape!r}")
         object.__setattr__(self, "shape", tuple(int(n) for n in lengths))
         object.__setattr__(self, "dtype", np.dtype(dtype))
         object.__setattr__(self, "role", role)

@@ -111,11 +111,11 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
     if set(codecs) != {*schema, STEP_TYPE}:
         raise ValueError("codecs and fields differ")
     numbers = {
-        key: body[key] for key in ("chunk_rows", "first_row", "rows", "steps", "epoch", "lanes")
+        key: _count(body, key)
+        for key in ("chunk_rows", "first_row", "rows", "steps", "epoch", "lanes")
     }
-    for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{key} is {value!r}")
+    if not isinstance(body["notes"], dict):
+        raise ValueError(f"notes are {body['notes']!r}")
     if numbers["chunk_rows"] < 1 or not numbers["first_row"] <= numbers["rows"]:
         raise ValueError("row counts do not fit together")
     if body["segment_rows"] != numbers["chunk_rows"] or numbers["lanes"] != 1:
@@ -123,8 +123,19 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
     return Commit(
         schema=schema,
         codecs=codecs,
-        capacity_rows=body["capacity_rows"],
-        capacity_nbytes=body["capacity_nbytes"],
+        capacity_rows=_capacity(body, "capacity_rows"),
+        capacity_nbytes=_capacity(body, "capacity_nbytes"),
         notes=body["notes"],
         **numbers,
     )
+
+
+def _capacity(body: Mapping[str, Any], key: str) -> int | None:
+    return None if body[key] is None else _count(body, key, least=1)
+
+
+def _count(body: Mapping[str, Any], key: str, *, least: int = 0) -> int:
+    value = body[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key} is {value!r}")
+    return value

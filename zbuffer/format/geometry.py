@@ -53,8 +53,9 @@ class Codec:
             raise SchemaError("cname", f"must be one of {', '.join(CNAMES)}, got {self.cname!r}")
         if isinstance(self.clevel, bool) or self.clevel not in range(1, 10):
             raise SchemaError("clevel", f"must be 1 to 9, got {self.clevel!r}")
-        if self.block_rows is not None and self.block_rows < 1:
-            raise SchemaError("block_rows", f"must be at least 1, got {self.block_rows!r}")
+        rows = self.block_rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise SchemaError("block_rows", f"must be a whole number above 0, got {rows!r}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the codec as plain JSON values."""
@@ -107,6 +108,8 @@ def codecs_by_field(
         return dict.fromkeys(schema, replace(default, name=codec))  # type: ignore[arg-type]  # checked by Codec
     if isinstance(codec, Codec):
         return dict.fromkeys(schema, codec)
+    if not isinstance(codec, Mapping):
+        raise SchemaError("codec", f"must be a name, a Codec or a mapping, got {codec!r}")
     unknown = set(codec) - set(schema)
     if unknown:
         raise SchemaError(sorted(unknown)[0], "has a codec but is not in the schema")

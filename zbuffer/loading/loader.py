@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,15 +12,33 @@ from typing import Any, Self
 
 import numpy as np
 
-from zbuffer.errors import ClosedError, RowNotFoundError
+from zbuffer.errors import ClosedError, RowNotFoundError, ZBufferError
 from zbuffer.loading.batch import Assembler
 from zbuffer.loading.prefetch import Prefetcher
-from zbuffer.loading.upload import Ready, Transform, Uploader
+from zbuffer.loading.upload import Ready, Transform, make_uploader
 from zbuffer.reading.chunks import View
 from zbuffer.sampling.samplers import Sampler, generator
 
 #: Rows may be evicted between draw and gather; drawing again finds live ones.
 _TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """How batches are made and handed out; see :meth:`zbuffer.Buffer.loader`."""
+
+    batch_size: int = 256
+    device: Any = None
+    prefetch: int = 2
+    seed: int = 0
+    transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("prefetch", 0), ("seed", 0)):
+            value = getattr(self, name)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or value < least:
+                raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +77,26 @@ class Loader:
         view: Callable[[], View],
         assembler: Assembler,
         sampler: Sampler,
-        uploader: Uploader,
+        options: LoaderOptions,
         *,
-        batch_size: int,
-        seed: int,
-        prefetch: int,
-        transform: Transform | None,
         rng: np.random.Generator | None = None,
     ) -> None:
         self._view = view
         self._assembler = assembler
         self._sampler = sampler
-        self._uploader = uploader
-        self._batch_size = batch_size
-        self._seed = seed
-        self._transform = transform
+        # A slot for each batch made ahead, one for the batch being made, and one for
+        # the batch whose copies may still run.
+        self._uploader = make_uploader(options.device, options.prefetch + 2)
+        self._batch_size = int(options.batch_size)
+        self._seed = int(options.seed)
+        self._transform = options.transform
         self._rng = rng
+        self._pid = os.getpid()
         self._step = 0
         self._closed = False
         self._lock = threading.Lock()
         self._batches, self._wait_s, self._make_s = 0, 0.0, 0.0
-        self._prefetcher = Prefetcher(self._make, prefetch) if prefetch > 0 else None
+        self._prefetcher = Prefetcher(self._make, options.prefetch) if options.prefetch else None
 
     def __iter__(self) -> Self:
         return self
@@ -95,6 +113,8 @@ class Loader:
         """
         if self._closed:
             raise ClosedError("the loader is closed")
+        if os.getpid() != self._pid:
+            raise ZBufferError("a loader stays behind in a fork: make one in the child")
         if self._prefetcher is None:
             start = time.perf_counter()
             ready = self._make()
@@ -120,7 +140,7 @@ class Loader:
     def close(self) -> None:
         """End the prefetch thread; calling it again does nothing."""
         self._closed = True
-        if self._prefetcher is not None:
+        if self._prefetcher is not None and os.getpid() == self._pid:
             self._prefetcher.close()
 
     def __enter__(self) -> Self:

@@ -50,6 +50,8 @@ class Follower:
 
     Parameters
     ----------
+    commit
+        The root document as it was read a moment ago.
     on_change
         Called with the old and the new commit when the writer has committed.
 
@@ -58,13 +60,16 @@ class Follower:
     Any thread may call the methods; the writer is never waited for.
     """
 
-    def __init__(self, store: LocalStore, on_change: Callable[[Commit, Commit], None]) -> None:
+    def __init__(
+        self, store: LocalStore, commit: Commit, on_change: Callable[[Commit, Commit], None]
+    ) -> None:
         self._store = store
         self._on_change = on_change
         self.renew_lock()
         call_in_child(self.renew_lock)
-        self._version = store.version(ROOT)
-        self.commit = read_commit(store)
+        # No version yet: the first look reads the root document again.
+        self._version: object = None
+        self.commit = commit
         self._pages: dict[int, Page] = {}
         # Asked for at each look, so the name is put together here.
         self._tail = os.path.join(store.path, TAIL, "")

@@ -44,7 +44,7 @@ class Window:
             raise SampleError(f"frame_stack must be a whole number above 0, got {stack!r}")
         if isinstance(self.n_step, bool) or not _is_count(self.n_step):
             raise SampleError(f"n_step must be a whole number above 0, got {self.n_step!r}")
-        if not 0.0 <= self.gamma <= 1.0:
+        if not isinstance(self.gamma, int | float | np.number) or not 0.0 <= self.gamma <= 1.0:
             raise SampleError(f"gamma must be between 0 and 1, got {self.gamma!r}")
 
     @property

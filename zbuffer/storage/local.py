@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 from zbuffer.errors import BufferLockedError, StorageError
 from zbuffer.forking import call_in_child
 from zbuffer.format.layout import LOCK, PARTIAL
+from zbuffer.storage.maps import map_file
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -30,7 +30,7 @@ class LocalStore:
     path
         The directory; ``~`` is expanded. It need not exist.
     map_file
-        How a file is mapped; a map made by the C extension holds no descriptor.
+        How a file is mapped.
 
     Notes
     -----
@@ -38,11 +38,11 @@ class LocalStore:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], map_file: Callable[[str], Any] | None = None
+        self, path: str | os.PathLike[str], map_file: Callable[[str], Any] = map_file
     ) -> None:
         self._root = Path(os.path.expanduser(path)).absolute()
         self._prefix = os.path.join(self._root, "")
-        self._map_file = map_file or map_with_descriptor
+        self._map_file = map_file
 
     @property
     def path(self) -> str:
@@ -98,7 +98,7 @@ class LocalStore:
         """Return what tells one version of a file from the next."""
         try:
             status = os.stat(f"{self._prefix}{key}")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -131,12 +131,6 @@ class LocalStore:
                 file = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     yield os.path.relpath(file, self._root), os.stat(file).st_size
-
-
-def map_with_descriptor(path: str) -> mmap.mmap:
-    """Map a file with the standard library, which may keep a descriptor open."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def storage_error(error: OSError, path: Path, nbytes: int) -> StorageError:

@@ -14,14 +14,17 @@ import numpy as np
 from zbuffer.errors import ClosedError, EpisodeError, StorageError, ZBufferError
 from zbuffer.format.commit import FIRST, LAST, MID, Commit
 from zbuffer.format.tail import PageState
+from zbuffer.reading.chunks import View
 from zbuffer.schema import STEP_TYPE
 from zbuffer.storage import Store
 from zbuffer.storage.pages import Page
 from zbuffer.writing.rows import RowReader
 from zbuffer.writing.sealer import Sealer
 
-#: Unsealed pages that may wait for the sealer, in bytes, before `append` waits.
+#: Unsealed pages that may wait for the sealer before `append` waits: in bytes, and
+#: in number, for each holds a descriptor.
 _QUEUE_NBYTES = 192 << 20
+_QUEUE_PAGES = 32
 
 Array = np.ndarray[Any, Any]
 
@@ -71,7 +74,8 @@ class Writer:
         # The episode of the writer before is over, whatever it left.
         self._tip = Tip(pages[-1], replace(pages[-1].state, running=False))
         self._submitted_stop = sealer.commit.rows
-        self._max_queued = max(2, _QUEUE_NBYTES // max(_page_nbytes(self._page), 1))
+        pages_in_budget = _QUEUE_NBYTES // max(_page_nbytes(self._page), 1)
+        self._max_queued = min(max(2, pages_in_budget), _QUEUE_PAGES)
         # The last row ended its episode, and its final observation may follow.
         self._final_may_follow = False
         self._names = list(self._schema)
@@ -80,14 +84,19 @@ class Writer:
         self._truncated = self._schema.named("truncated")
 
     @property
-    def pages(self) -> dict[int, Page]:
-        """The tail pages whose rows no chunk file has yet, by chunk."""
-        return self._pages.copy()
+    def commit(self) -> Commit:
+        """What is committed."""
+        return self._sealer.commit
 
-    @property
-    def tip(self) -> Tip:
-        """Where the next row goes; may be read from any thread."""
-        return self._tip
+    def view(self) -> View:
+        """Return the rows there are now; waits for nothing."""
+        # The tip before the pages: a page that has gone by then has a chunk file.
+        first = self._sealer.commit.first_row
+        tip = self._tip
+        pages = self._pages.copy()
+        pages[tip.page.chunk] = tip.page
+        pending = tip.page if tip.state.pending else None
+        return View(first, tip.stop, pages, pending, tip.state.running)
 
     @property
     def _page(self) -> Page:
