@@ -145,16 +145,24 @@ def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
 def _described_by_zarr(dtype: np.dtype[Any], fill: int) -> dict[str, Any]:
     import zarr
 
+    little = dtype.newbyteorder("<")
+    raw = np.dtype(f"V{dtype.itemsize}")
     with warnings.catch_warnings():
         # Zarr says that its names for text and records are not final yet.
         warnings.simplefilter("ignore")
+        if dtype.names and dtype != little:
+            # A record has no one byte order that the `bytes` codec could name.
+            return _describe(zarr, raw, fill)[0]
         try:
-            return _describe(zarr, dtype.newbyteorder("<"), fill)
+            document, seen = _describe(zarr, little, fill)
         except (TypeError, ValueError):
-            return _describe(zarr, np.dtype(f"V{dtype.itemsize}"), fill)
+            return _describe(zarr, raw, fill)[0]
+        # Zarr drops sub-arrays and padding of records: better no names than wrong ones.
+        return document if seen == little else _describe(zarr, raw, fill)[0]
 
 
-def _describe(zarr: Any, dtype: np.dtype[Any], fill: int) -> dict[str, Any]:
+def _describe(zarr: Any, dtype: np.dtype[Any], fill: int) -> tuple[dict[str, Any], np.dtype[Any]]:
+    """Return Zarr's document of an array of this dtype, and the dtype that Zarr sees in it."""
     store = zarr.storage.MemoryStore()
     fill_value = np.zeros((), dtype)[()] if dtype.kind in "SUVMm" else fill
     array = zarr.create_array(
@@ -162,4 +170,4 @@ def _describe(zarr: Any, dtype: np.dtype[Any], fill: int) -> dict[str, Any]:
     )
     document: dict[str, Any] = json.loads(json.dumps(array.metadata.to_dict()))
     document.pop("storage_transformers", None)
-    return document
+    return document, array.dtype

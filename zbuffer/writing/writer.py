@@ -241,6 +241,8 @@ class Writer:
                 self._sealer.stop()
             for page in self._pages.values():
                 page.unlink()
+            with contextlib.suppress(OSError):
+                self._page.file.parent.rmdir()
 
     def on_commit(self, page: Page) -> None:
         """Let a page go whose chunk is committed whole; called by the sealer."""
