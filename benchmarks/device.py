@@ -84,7 +84,7 @@ def network(device: torch.device) -> torch.nn.Module:
 def time_training(
     buffer: zbuffer.Buffer, device: torch.device, n_steps: int, *, loaded: bool
 ) -> tuple[float, float]:
-    """Return seconds per step, and the share waited for batches; one batch for ever if not loaded."""
+    """Return seconds per step, and the share waited; one batch for ever if not loaded."""
     net = network(device)
     optimizer = torch.optim.Adam(net.parameters())
     with buffer.loader(**WINDOW, device=device, prefetch=2, seed=2) as loader:

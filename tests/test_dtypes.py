@@ -320,7 +320,7 @@ def test_nested_rows_come_back_flat_and_by_parent(tmp_path: Path) -> None:
         assert_same(sample["next_obs"]["pixels"][0], row["obs"]["pixels"])
 
 
-# -- torch ------------------------------------------------------------------------------------------
+# -- torch --------------------------------------------------------------------------------
 
 
 def test_torch_tensors_are_stored_as_their_values(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_an_example_of_torch_tensors_makes_a_schema() -> None:
     assert schema["action"] == Field((), "int64", "action")
 
 
-# -- schemas from spaces -------------------------------------------------------------------------------
+# -- schemas from spaces ------------------------------------------------------------
 
 
 class FakeEnv:

@@ -564,11 +564,13 @@ def read_mutated_chunks(backend: str, n: int) -> None:
 def test_damaged_chunks_never_crash_nor_touch_memory_beyond_nor_spoil_later_reads(
     backend: str,
 ) -> None:
-    code = f"import test_gather; test_gather.read_mutated_chunks({backend!r}, 600)"
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"import test_gather; test_gather.read_mutated_chunks({backend!r}, 600)"
+    )
 
     child = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,

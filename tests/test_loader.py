@@ -87,7 +87,7 @@ def test_an_error_on_the_prefetch_thread_surfaces_in_the_loop_after_the_batches_
         next(loader)
         next(loader)
         for _ in range(2):
-            with pytest.raises(OopsError, match="^third$"):
+            with pytest.raises(OopsError, match=r"^third$"):
                 next(loader)
 
     assert made == [0, 1, 2]
@@ -130,14 +130,18 @@ def test_close_leaves_no_thread(buffer: zbuffer.Buffer) -> None:
 
     assert prefetch_threads() == []
     assert loader.closed
-    with pytest.raises(zbuffer.ClosedError, match="^the loader is closed$"):
+    with pytest.raises(zbuffer.ClosedError, match=r"^the loader is closed$"):
         next(loader)
 
 
 def test_the_context_manager_leaves_no_thread_after_an_error(buffer: zbuffer.Buffer) -> None:
-    with pytest.raises(OopsError), buffer.loader(8) as loader:
-        next(loader)
-        raise OopsError
+    def leave_by_an_error() -> None:
+        with buffer.loader(8) as loader:
+            next(loader)
+            raise OopsError
+
+    with pytest.raises(OopsError):
+        leave_by_an_error()
 
     assert prefetch_threads() == []
 
@@ -261,9 +265,11 @@ def test_the_same_seed_draws_the_same_batches_with_and_without_prefetch(
 ) -> None:
     batches = []
     for prefetch in (0, 2):
-        with zbuffer.open(path) as buffer:
-            with buffer.loader(16, prefetch=prefetch, seed=7, **window) as loader:
-                batches.append([next(loader) for _ in range(5)])
+        with (
+            zbuffer.open(path) as buffer,
+            buffer.loader(16, prefetch=prefetch, seed=7, **window) as loader,
+        ):
+            batches.append([next(loader) for _ in range(5)])
 
     for a, b in zip(*batches, strict=True):
         assert_equal(a, b)
@@ -373,7 +379,7 @@ def test_devices_that_cannot_be_are_refused(buffer: zbuffer.Buffer) -> None:
     with pytest.raises(ValueError, match=r"^device must be None, 'cpu' or 'cuda', got 'meta'$"):
         buffer.loader(4, device="meta")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=r"^device='cuda' but") as caught:
             buffer.loader(4, device="cuda")
         assert str(caught.value) == "device='cuda' but this PyTorch sees no CUDA device"
     assert prefetch_threads() == []

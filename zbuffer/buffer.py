@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from zbuffer.capacity import format_nbytes
 from zbuffer.errors import (
     ClosedError,
     ReadOnlyError,
@@ -386,7 +387,7 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes of the live rows, uncompressed."""
         view = self._view()
-        return (view.stop - view.first) * sum(f.nbytes for f in self._rows.fields.values())
+        return (view.stop - view.first) * self._row_nbytes
 
     def nbytes_stored(self) -> int:
         """Return the bytes of all files of the buffer, the tail included."""
@@ -400,17 +401,18 @@ class Buffer:
 
     def __repr__(self) -> str:
         if self._closed:
-            return f"<zbuffer.Buffer {self.path} (closed)>"
-        view = self._view()
-        fields = "\n".join(f"  {name}: {field}" for name, field in self.schema.items())
+            return f"<zbuffer.Buffer {self._store.name} (closed)>"
+        view, commit = self._view(), self._source.commit
         mode = "a" if isinstance(self._source, Writer) else "r"
-        stored, raw = self.nbytes_stored(), self.nbytes
-        ratio = f", {raw / stored:.1f}x smaller than raw" if view.stop > view.first else ""
+        chunks = sum(size for _, size in self._store.walk("data"))
+        raw = (commit.rows - commit.first_row) * self._row_nbytes
+        ratio = f" for {format_nbytes(raw)} ({raw / chunks:.1f}x smaller)" if raw else ""
+        fields = "\n".join(f"  {name}: {field}" for name, field in self.schema.items())
         return (
-            f"<zbuffer.Buffer {self.path} mode={mode!r}\n"
+            f"<zbuffer.Buffer {self._store.name} mode={mode!r}\n"
             f"  {len(self)} steps in rows {view.first} to {view.stop}, "
-            f"capacity {self.capacity}\n"
-            f"  {stored / 1e6:.1f} MB on disk{ratio}, {self.gather} gather\n"
+            f"{view.stop - commit.rows} of them in the tail, capacity {self.capacity}\n"
+            f"  {format_nbytes(chunks)} of chunks{ratio}, {self.gather} gather\n"
             f"{fields}>"
         )
 
@@ -430,6 +432,10 @@ class Buffer:
     def _view(self) -> View:
         self._check_open()
         return self._source.view()
+
+    @property
+    def _row_nbytes(self) -> int:
+        return sum(field.nbytes for field in self._rows.fields.values())
 
     def _after_fork(self) -> None:
         """Read as any other process does: the parent goes on, and this copy would not see it."""

@@ -41,6 +41,21 @@ def read_capacity(capacity: Any) -> tuple[int | None, int | None]:
     return int(capacity), None
 
 
+def format_nbytes(nbytes: float) -> str:
+    """Return bytes in a unit that people read.
+
+    Examples
+    --------
+    >>> format_nbytes(1_300_000)
+    '1.3 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
 def _wrong(capacity: Any) -> ValueError:
     return ValueError(
         f"capacity must be a whole number of rows above 0, or bytes such as '20GB', "

@@ -32,6 +32,11 @@ class LocalStore:
     map_file
         How a file is mapped.
 
+    Attributes
+    ----------
+    name
+        The path as it was given.
+
     Notes
     -----
     Safe to use from several threads and after fork.
@@ -40,7 +45,8 @@ class LocalStore:
     def __init__(
         self, path: str | os.PathLike[str], map_file: Callable[[str], Any] = map_file
     ) -> None:
-        self._root = Path(os.path.expanduser(path)).absolute()
+        self.name = os.fspath(path)
+        self._root = Path(os.path.abspath(os.path.expanduser(path)))
         self._prefix = os.path.join(self._root, "")
         self._map_file = map_file
 
