@@ -89,7 +89,7 @@ def test_zarr_reads_a_closed_buffer(tmp_path: Path, codec: str, cname: str) -> N
         assert np.array_equal(array.oindex[[50, 3, 3, 8]], values[[50, 3, 3, 8]])
 
 
-def test_the_directory_holds_nothing_but_zarr_and_the_lock(tmp_path: Path) -> None:
+def test_the_directory_of_a_closed_buffer_holds_nothing_but_zarr(tmp_path: Path) -> None:
     make(tmp_path / "b")
 
     files = {str(f.relative_to(tmp_path / "b")) for f in (tmp_path / "b").rglob("*") if f.is_file()}
@@ -102,9 +102,9 @@ def test_the_directory_holds_nothing_but_zarr_and_the_lock(tmp_path: Path) -> No
     nodes = ["", "data/", "data/obs/", "meta/", "meta/segments/"]
     nodes += [f"data/{name}/" for name in (*SCHEMA, "step_type")]
     documents = {f"{node}zarr.json" for node in nodes}
-    assert files == chunks | documents | {"meta/segments/c/0/0", "writer.lock"}
+    assert files == chunks | documents | {"meta/segments/c/0/0"}
     top = {file.name for file in (tmp_path / "b").iterdir()}
-    assert top == {"zarr.json", "data", "meta", "writer.lock"}
+    assert top == {"zarr.json", "data", "meta"}
 
 
 @ignore_foreign_files

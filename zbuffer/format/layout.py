@@ -69,7 +69,12 @@ def array_document(field: Field, codec: Codec, chunk_rows: int, *, fill: int = 0
         "name": "regular",
         "configuration": {"chunk_shape": [chunk_rows, *(max(n, 1) for n in field.shape)]},
     }
-    document["codecs"] = [_bytes_codec(field.dtype), _zarr_codec(codec, field), {"name": "crc32c"}]
+    raw = "raw_bytes" in str(document["data_type"])
+    document["codecs"] = [
+        _bytes_codec(field.dtype, raw=raw),
+        _zarr_codec(codec, field),
+        {"name": "crc32c"},
+    ]
     return document
 
 
@@ -135,8 +140,9 @@ def blosc_typesize(field: Field) -> int:
     return field.dtype.itemsize if field.dtype.itemsize <= 255 else 1
 
 
-def _bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
-    if dtype.itemsize == 1 or dtype.kind in "SV":
+def _bytes_codec(dtype: np.dtype[Any], *, raw: bool) -> dict[str, Any]:
+    """Return the `bytes` codec; `raw` says that Zarr sees plain bytes."""
+    if raw or dtype.itemsize == 1 or dtype.kind == "S":
         return {"name": "bytes"}
     order = "big" if dtype.str.startswith(">") else "little"
     return {"name": "bytes", "configuration": {"endian": order}}

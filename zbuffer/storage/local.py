@@ -157,34 +157,57 @@ class WriterLock:
     """
 
     def __init__(self, root: str) -> None:
-        import fcntl
-
-        path = Path(root, LOCK)
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise storage_error(error, path, 0) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _read_holder(self._fd)
-            os.close(self._fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StorageError(error.errno, f"cannot lock {path}: {error.strerror}") from error
-            raise BufferLockedError(
-                errno.EWOULDBLOCK, f"{root} is being written by {holder}"
-            ) from None
+        self._path = Path(root, LOCK)
+        fd = self._open()
+        # A file that was removed between open and lock is nobody's lock.
+        while not self._is_current(fd):
+            os.close(fd)
+            fd = self._open()
         note = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-        os.truncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(note).encode(), 0)
+        os.truncate(fd, 0)
+        os.pwrite(fd, json.dumps(note).encode(), 0)
+        self._close = weakref.finalize(self, os.close, fd)
         # A forked child shares the lock through its copy of the descriptor, and
         # would keep it alive after the writer died.
-        self._close = weakref.finalize(self, os.close, self._fd)
-        call_in_child(self.release)
+        call_in_child(self._drop)
 
     def release(self) -> None:
-        """Give the lock up; calling it again does nothing."""
+        """Remove the file and give the lock up; calling it again does nothing."""
+        if self._close.alive:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self._close()
+
+    def _drop(self) -> None:
         self._close()
+
+    def _open(self) -> int:
+        """Return a descriptor of the file that holds the lock."""
+        import fcntl
+
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise storage_error(error, self._path, 0) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _read_holder(fd)
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StorageError(
+                    error.errno, f"cannot lock {self._path}: {error.strerror}"
+                ) from error
+            raise BufferLockedError(
+                errno.EWOULDBLOCK, f"{self._path.parent} is being written by {holder}"
+            ) from None
+        return fd
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
 
 def _read_holder(fd: int) -> str:
