@@ -10,10 +10,10 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import blosc2
 import google_crc32c
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Json = dict[str, Any]
+Found = TypeVar("Found")
 
 FIRST, MID, LAST, PADDING = 0, 1, 2, 255
 SEGMENTS_PER_CHUNK = 256
@@ -72,11 +73,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The rows past the committed ones: ids from `first` on, and the pending observation."""
+    """The rows past the committed ones, and the observation that waits for its row."""
 
     first: int
     n_rows: int
     columns: Mapping[str, Array]
+    is_running: bool
     pending: Mapping[str, Array] | None
 
 
@@ -113,6 +115,17 @@ def read_commit(path: Path) -> Json:
     return commit
 
 
+def consistently(path: Path, read: Callable[[Path, Json], Found]) -> Found:
+    """Read what a commit counts; again, if a writer removed a file meanwhile."""
+    while True:
+        commit = read_commit(path)
+        try:
+            return read(path, commit)
+        except FileNotFoundError:
+            if read_commit(path) == commit:
+                raise
+
+
 def parts_of(name: str) -> list[str]:
     """Return the directories of a field; names that are no paths are refused."""
     parts = name.split("/")
@@ -132,12 +145,16 @@ def items_of(commit: Json) -> dict[str, Item]:
 
 def dtype_of(described: Any) -> np.dtype[Any]:
     """Return the dtype that JSON describes as a `.npy` header would."""
+    dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(tuples_of(described))
+    check(not dtype.hasobject, f"{described} is plain")
+    return dtype
+
+
+def tuples_of(described: Any) -> Any:
+    """Return a description with the tuples that JSON made lists of."""
     if isinstance(described, str):
-        dtype = np.dtype(described)
-        check(not dtype.hasobject, f"{described} is plain")
-        return dtype
-    members = [(m[0], dtype_of(m[1]), *(tuple(s) for s in m[2:])) for m in described]
-    return np.dtype(members)
+        return described
+    return [(m[0], tuples_of(m[1]), *(tuple(shape) for shape in m[2:])) for m in described]
 
 
 # -- section 3: arrays and chunks -----------------------------------------------------
@@ -163,15 +180,19 @@ def read_array(path: Path, commit: Json, name: str) -> Json:
     expected = (["bytes", coder, "crc32c"] for coder in ("zbuffer.blosc2", "blosc"))
     check(order in expected, f"codecs of {name}: {order}")
     endian = array["codecs"][0].get("configuration", {}).get("endian")
-    check(endian == endian_of(item.dtype), f"{name} of {item.dtype} is {endian}-endian")
+    check(
+        endian == endian_of(item.dtype, array["data_type"]),
+        f"{name} of {item.dtype} is {endian}-endian",
+    )
     if name == "step_type":
         check(array["fill_value"] == PADDING, "step_type is filled with 255")
     return array
 
 
-def endian_of(dtype: np.dtype[Any]) -> str | None:
+def endian_of(dtype: np.dtype[Any], data_type: Any) -> str | None:
     """Return what the `bytes` codec must say of a dtype."""
-    if dtype.itemsize == 1 or dtype.kind in "SV":
+    is_raw = isinstance(data_type, dict) and data_type["name"] == "raw_bytes"
+    if dtype.itemsize == 1 or dtype.kind == "S" or is_raw:
         return None
     return "big" if dtype.str[0] == ">" else "little"
 
@@ -216,20 +237,19 @@ def read_column(path: Path, commit: Json, name: str) -> Array:
     for i, k in enumerate(chunks):
         column[i * n : i * n + n] = read_chunk(path, commit, name, k)
     n_committed = commit["rows"] - commit["first_row"]
-    absent = column[n_committed:]
-    if name == "step_type":
-        check(bool((absent == PADDING).all()), "rows that do not exist are 255")
-    else:
-        check(not any(absent.tobytes()), f"rows of {name} that do not exist are zero")
+    # Of a buffer that is written, chunk files come before the commit that counts their rows.
+    if not (path / "tail").exists():
+        absent = set(column[n_committed:].tobytes())
+        check(absent <= {PADDING if name == "step_type" else 0}, f"{name} of rows that are not")
     return column[:n_committed]
 
 
 # -- section 1: rows ------------------------------------------------------------------
 
 
-def read_ids(path: Path) -> NDArray[np.int64]:
+def read_ids(path: Path, commit: Json | None = None) -> NDArray[np.int64]:
     """Return the ids of the live committed rows, oldest first."""
-    commit = read_commit(path)
+    commit = commit or read_commit(path)
     kinds = read_column(path, commit, "step_type")
     check(bool(np.isin(kinds, [FIRST, MID, LAST, PADDING]).all()), "kinds of rows")
     check(int(np.isin(kinds, [FIRST, MID]).sum()) == commit["steps"], "steps of the commit")
@@ -239,7 +259,7 @@ def read_ids(path: Path) -> NDArray[np.int64]:
 def read_field(path: Path, name: str) -> Array:
     """Return a field (or `step_type`) at every live committed row, oldest first."""
     commit = read_commit(path)
-    ids = read_ids(path)
+    ids = read_ids(path, commit)
     return read_column(path, commit, name)[ids - commit["first_row"]]
 
 
@@ -272,53 +292,62 @@ def read_segments(path: Path) -> NDArray[np.int64]:
 
 def read_tail(path: Path) -> Tail:
     """Return the rows past the committed ones, from a writer on this host."""
-    commit = read_commit(path)
-    items, n = items_of(commit), commit["chunk_rows"]
-    columns = {name: [np.zeros((0, *i.shape), i.dtype)] for name, i in items.items()}
-    n_rows, pending = 0, None
+    while True:
+        commit = read_commit(path)
+        try:
+            return tail_of(path, commit)
+        except FileNotFoundError:
+            # A page went because its rows were committed; if they were not, it is missing.
+            check(read_commit(path)["rows"] > commit["rows"], "pages have no gap")
+
+
+def tail_of(path: Path, commit: Json) -> Tail:
+    """Return the rows past those of `commit`."""
+    items, n, rows = items_of(commit), commit["chunk_rows"], commit["rows"]
+    pieces = {name: [np.zeros((0, *i.shape), i.dtype)] for name, i in items.items()}
+    stop, is_running, pending = rows, False, None
     for k in pages_of(path, commit):
-        count, is_pending, page = read_page(path / "tail" / str(k), commit, k)
-        start = max(commit["rows"] - k * n, 0)
-        # A page with fewer rows than are committed is left over.
-        if count < start:
-            break
-        for name in items:
-            columns[name].append(page[name][start:count])
-        n_rows += count - start
-        observations = commit["schema"]["fields"].items()
-        pending = {
-            name: page[name][count]
-            for name, field in observations
-            if is_pending and field["role"] == "observation"
-        } or None
-        if count < n:
-            break
-    return Tail(
-        commit["rows"], n_rows, {name: np.concatenate(c) for name, c in columns.items()}, pending
-    )
+        count, running, has_pending, page = read_page(path / "tail" / str(k), commit, k)
+        if k * n + count < rows or (count, running, has_pending) == (0, False, False):
+            continue
+        check(stop == rows or stop == k * n, "all pages but the last are full")
+        for name, piece in pieces.items():
+            piece.append(page[name][max(rows - k * n, 0) : count])
+        stop, is_running, pending = k * n + count, running, None
+        if has_pending:
+            fields = commit["schema"]["fields"].items()
+            pending = {
+                name: page[name][count] for name, f in fields if f["role"] == "observation"
+            }
+    columns = {name: np.concatenate(piece) for name, piece in pieces.items()}
+    return Tail(rows, stop - rows, columns, is_running, pending)
 
 
-def pages_of(path: Path, commit: Json) -> list[int]:
-    """Return the chunks that have a page, from the last commit on without a gap."""
-    k = commit["rows"] // commit["chunk_rows"]
-    found = []
-    while (path / "tail" / str(k)).exists():
-        found.append(k)
-        k += 1
-    return found
+def pages_of(path: Path, commit: Json) -> range:
+    """Return the chunks that have a page, from that of the newest committed row on."""
+    folder, n = path / "tail", commit["chunk_rows"]
+    found = sorted(int(page.name) for page in folder.iterdir()) if folder.exists() else []
+    # Where `rows` fills a chunk, the page after it may not be there yet, and the page of
+    # the newest row holds what is pending.
+    first = max(commit["rows"] - 1, 0) // n
+    found = [k for k in found if k >= first]
+    return range(max(first, found[0]) if found else 0, found[-1] + 1 if found else 0)
 
 
-def read_page(file: Path, commit: Json, k: int) -> tuple[int, bool, dict[str, Array]]:
-    """Return the count of rows, whether an observation is pending, and the regions."""
+def read_page(file: Path, commit: Json, k: int) -> tuple[int, bool, bool, dict[str, Array]]:
+    """Return the count of rows, whether the episode runs, whether one is pending, the regions."""
     n = commit["chunk_rows"]
-    raw = file.read_bytes()
+    # The state first: rows below its count never change, whatever is read after it.
+    with file.open("rb", buffering=0) as opened:
+        header = opened.read(4096)
+        raw = header + opened.read()
     magic, version, zero, size, chunk, epoch = struct.unpack_from("=8sIIqqq", raw, 0)
     check(magic == b"zbuftail" and version == 1 and zero == 0, f"{file} is a page")
     check(size == len(raw), f"{file} has its size")
     check(chunk == k, f"{file} is of chunk {k}")
     check(epoch <= commit["epoch"], f"{file} is not of a later writer")
     state = struct.unpack_from("=q", raw, 64)[0]
-    count, is_pending = state >> 1, bool(state & 1)
+    count, is_running, is_pending = state >> 2, bool(state & 2), bool(state & 1)
     check(0 <= count <= n, f"{file} has {count} rows")
     regions, offset = {}, 4096
     for name, item in items_of(commit).items():
@@ -326,4 +355,4 @@ def read_page(file: Path, commit: Json, k: int) -> tuple[int, bool, dict[str, Ar
         regions[name] = region.view(item.dtype).reshape(n + 1, *item.shape)
         offset += -(-region.nbytes // 64) * 64
     check(offset == len(raw), f"{file} ends where its last region ends")
-    return count, is_pending, regions
+    return count, is_running, is_pending, regions

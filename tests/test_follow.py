@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -291,3 +292,24 @@ def test_a_reader_says_that_its_buffer_was_removed_or_replaced(tmp_path: Path) -
             reader.sample(1)
 
         assert str(caught.value) == f"{path} was replaced by another buffer: open it anew"
+
+
+def test_what_follows_a_row_is_there_when_a_flush_ends_with_its_page(tmp_path: Path) -> None:
+    schema = {"obs": ((2,), "int64"), "reward": ((), "float32"), "terminated": ((), "bool")}
+    writer = zbuffer.create(tmp_path / "b", schema, chunk_rows=4)
+    for n in range(4):
+        writer.append(obs=np.full(2, n), reward=1.0, terminated=False, next_obs=np.full(2, n + 1))
+    writer.flush()
+
+    with zbuffer.open(tmp_path / "b") as reader:
+        batch = reader.sample(64, seed=0)
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "b", killed)
+    writer.close()
+
+    newest = batch["indices"] == 3
+    assert newest.any()
+    assert (batch["next_obs"][newest] == 4).all()
+    with zbuffer.open(killed, mode="a") as recovered:
+        assert recovered["step_type"][:].tolist() == [0, 1, 1, 1, 2]
+        assert recovered["obs"][-1].tolist() == [4, 4]

@@ -76,9 +76,7 @@ def assert_holds(columns: Any, rows: list[dict[str, Any]], schema: dict[str, Any
         assert found.tobytes() == expected.tobytes(), field
 
 
-def test_every_row_is_as_it_was_written(
-    path: Path, name: str, rows: list[dict[str, Any]]
-) -> None:
+def test_every_row_is_as_it_was_written(path: Path, name: str, rows: list[dict[str, Any]]) -> None:
     schema = make_golden.GOLDEN[name].schema
 
     with zbuffer.open(path, mode="r") as buffer:
@@ -132,9 +130,7 @@ def test_a_golden_buffer_can_be_sampled(path: Path, rows: list[dict[str, Any]]) 
     with zbuffer.open(path, mode="r") as buffer:
         batch = buffer.sample(64, seed=0)
 
-    for row, action, reward in zip(
-        batch["indices"], batch["action"], batch["reward"], strict=True
-    ):
+    for row, action, reward in zip(batch["indices"], batch["action"], batch["reward"], strict=True):
         assert (action, reward) == (rows[row]["action"], rows[row]["reward"])
 
 

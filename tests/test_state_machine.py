@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -53,14 +54,28 @@ SCHEMAS = {
 ODD = (0.0, -0.0, float("nan"), float("inf"))
 ENDINGS = ("", "", "", "", "terminated", "truncated", "both")
 
+Step = dict[str, Any]
+Window = dict[str, Any]
+
+
+def some_steps(n_steps: int, seed: int) -> list[Step]:
+    """Make many steps from two numbers: Hypothesis has a budget, and spends it on calls."""
+    choose = random.Random(seed)
+    return [
+        {
+            "reward": choose.randrange(-64, 64) / 8,
+            "ending": choose.choice(ENDINGS),
+            "odd": choose.choice(ODD),
+        }
+        for _ in range(n_steps)
+    ]
+
+
+seeds = st.integers(0, 2**16)
 odd = st.sampled_from(ODD)
-step = st.fixed_dictionaries(
-    {
-        "reward": st.floats(-8, 8, width=16),
-        "ending": st.sampled_from(ENDINGS),
-        "odd": odd,
-    }
-)
+step = st.builds(lambda seed: some_steps(1, seed)[0], seeds)
+few_steps = st.builds(some_steps, st.integers(1, 7), seeds)
+many_steps = st.builds(some_steps, st.integers(0, 30), seeds)
 window = st.fixed_dictionaries(
     {
         "frame_stack": st.sampled_from((None, 1, 2, 3, 5)),
@@ -68,8 +83,6 @@ window = st.fixed_dictionaries(
         "gamma": st.sampled_from((0.5, 0.99, 1.0)),
     }
 )
-Step = dict[str, Any]
-Window = dict[str, Any]
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -87,9 +100,17 @@ class BufferMachine(RuleBasedStateMachine):
         schema=st.sampled_from(list(SCHEMAS)),
         chunk_rows=st.sampled_from((4, 8)),
         block_rows=st.sampled_from((1, 2, 4)),
-        capacity=st.one_of(st.integers(12, 40), st.none()),
+        capacity=st.sampled_from((12, 13, 16, 21, 32, 40, None)),
+        steps=st.builds(some_steps, st.integers(0, 60), seeds),
     )
-    def create(self, schema: str, chunk_rows: int, block_rows: int, capacity: int | None) -> None:
+    def create(
+        self,
+        schema: str,
+        chunk_rows: int,
+        block_rows: int,
+        capacity: int | None,
+        steps: list[Step],
+    ) -> None:
         self.schema = SCHEMAS[schema]
         self.model = ModelBuffer(self.schema, chunk_rows=chunk_rows, capacity=capacity)
         self.buffer = zbuffer.create(
@@ -100,6 +121,7 @@ class BufferMachine(RuleBasedStateMachine):
             block_rows=block_rows,
             gather=self.gather,
         )
+        self.both("extend", self.stacked(self.chain(steps, self.schema.explicit)))
 
     def teardown(self) -> None:
         if self.reader is not None:
@@ -119,7 +141,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.both("append", nested(row) if as_dict else row)
 
     @rule(
-        steps=st.lists(step, max_size=13),
+        steps=many_steps,
         with_next=st.booleans(),
         as_dict=st.booleans(),
         broken=st.integers(0, 40),
@@ -133,7 +155,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.both("extend", nested(columns) if as_dict else columns)
 
     @rule(
-        steps=st.lists(step, min_size=1, max_size=9),
+        steps=few_steps,
         ending=st.sampled_from(("", "terminated", "truncated")),
         flags=st.sampled_from(("left out", "one bool", "array")),
         with_final=st.booleans(),
@@ -230,7 +252,7 @@ class BufferMachine(RuleBasedStateMachine):
 
         assert self.buffer.rows == len(self.model.rows)
 
-    @rule(steps=st.lists(step, max_size=7), window=window)
+    @rule(steps=few_steps, window=window)
     def kill_and_reopen_a_copy(self, steps: list[Step], window: Window) -> None:
         # As many appends as leave the last chunk part-filled: then nothing is being
         # sealed while the files are copied, as if the process were killed here.
@@ -526,7 +548,8 @@ def test_a_buffer_does_what_a_list_of_rows_does(gather: str) -> None:
             deadline=None,
             database=None,
             print_blob=False,
-            phases=[Phase.generate],
+            # Shrinking takes minutes: only for who looks further.
+            phases=[Phase.generate, *([Phase.shrink] if examples else [])],
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -19,6 +19,7 @@ from zbuffer.errors import (
 from zbuffer.forking import call_in_child
 from zbuffer.loading.batch import Assembler, Batch
 from zbuffer.loading.loader import Loader, LoaderOptions
+from zbuffer.loading.memory import Recycler
 from zbuffer.reading.chunks import View
 from zbuffer.reading.column import ColumnView
 from zbuffer.reading.follower import Follower
@@ -60,6 +61,7 @@ class Buffer:
         self._native = native
         self._closed = False
         self._forked = False
+        self._memory = Recycler()
         self._loaders: list[Loader] = []
         self._last_assembler: tuple[Any, Any] = (None, None)
 
@@ -302,7 +304,14 @@ class Buffer:
         self._check_open()
         options = LoaderOptions(batch_size=batch_size, prefetch=0)
         assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
-        loader = Loader(self._view, assembler, UniformSampler(), options, rng=_generator(seed))
+        loader = Loader(
+            self._view,
+            assembler,
+            UniformSampler(),
+            options,
+            self._memory,
+            rng=_generator(seed),
+        )
         batch: Batch = next(loader)
         return batch
 
@@ -343,7 +352,7 @@ class Buffer:
             raise ValueError(f"order must be 'uniform', got {order!r}")
         options = LoaderOptions(batch_size, device, prefetch, seed, transform)
         assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
-        loader = Loader(self._view, assembler, UniformSampler(), options)
+        loader = Loader(self._view, assembler, UniformSampler(), options, self._memory)
         self._loaders = [other for other in self._loaders if not other.closed]
         self._loaders.append(loader)
         return loader

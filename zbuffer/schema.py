@@ -265,7 +265,7 @@ def _with_role(name: str, field: Field | tuple[Any, Any]) -> Field:
         raise SchemaError(str(name), f"must be named by a string, got {type(name).__name__}")
     try:
         field = field if isinstance(field, Field) else Field(*field)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise SchemaError(name, f"must be a Field or a (shape, dtype) pair: {error}") from None
     dtype = field.dtype
     if dtype.hasobject:

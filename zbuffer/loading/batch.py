@@ -218,11 +218,6 @@ class Assembler:
             )
 
 
-def allocate(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return new memory: a batch stays what it was until the caller drops it."""
-    return np.empty(shape, dtype)
-
-
 def _expand(fields: Sequence[str], known: list[str]) -> set[str]:
     if isinstance(fields, str):
         raise SchemaError(fields, "must be in a list of names: fields=['obs', 'action']")

@@ -14,6 +14,7 @@ import numpy as np
 
 from zbuffer.errors import ClosedError, RowNotFoundError, ZBufferError
 from zbuffer.loading.batch import Assembler
+from zbuffer.loading.memory import Recycler
 from zbuffer.loading.prefetch import Prefetcher
 from zbuffer.loading.upload import Ready, Transform, make_uploader
 from zbuffer.reading.chunks import View
@@ -78,6 +79,7 @@ class Loader:
         assembler: Assembler,
         sampler: Sampler,
         options: LoaderOptions,
+        memory: Recycler,
         *,
         rng: np.random.Generator | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class Loader:
         self._sampler = sampler
         # A slot for each batch made ahead, one for the batch being made, and one for
         # the batch whose copies may still run.
-        self._uploader = make_uploader(options.device, options.prefetch + 2)
+        self._uploader = make_uploader(options.device, options.prefetch + 2, memory)
         self._batch_size = int(options.batch_size)
         self._seed = int(options.seed)
         self._transform = options.transform

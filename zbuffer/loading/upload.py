@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from zbuffer.errors import SchemaError
-from zbuffer.loading.batch import Assembled, Batch, allocate
+from zbuffer.loading.batch import Assembled, Batch
+from zbuffer.loading.memory import Recycler
 
 Array = np.ndarray[Any, Any]
 Transform = Callable[[Batch], Any]
@@ -48,15 +49,16 @@ class Uploader(Protocol):
 class HostUploader:
     """Batches stay in host memory, as NumPy arrays or as CPU tensors over them."""
 
-    def __init__(self, *, tensors: bool) -> None:
+    def __init__(self, memory: Recycler, *, tensors: bool) -> None:
+        self._memory = memory
         self._tensors = tensors
 
     def begin(self) -> None:
         """Do nothing: every batch has memory of its own."""
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return new memory."""
-        return allocate(name, shape, dtype)
+        """Return memory that nobody else holds."""
+        return self._memory.allocate(name, shape, dtype)
 
     def upload(self, assembled: Assembled, transform: Transform | None) -> Ready:
         """Wrap the arrays."""
@@ -166,15 +168,15 @@ class _PinnedSlot:
         return given[1]
 
 
-def make_uploader(device: Any, n_slots: int) -> Uploader:
+def make_uploader(device: Any, n_slots: int, memory: Recycler) -> Uploader:
     """Return the uploader for ``device=None`` (NumPy), ``"cpu"`` or a CUDA device."""
     if device is None:
-        return HostUploader(tensors=False)
+        return HostUploader(memory, tensors=False)
     import torch
 
     device = torch.device(device)
     if device.type == "cpu":
-        return HostUploader(tensors=True)
+        return HostUploader(memory, tensors=True)
     if device.type != "cuda":
         raise ValueError(f"device must be None, 'cpu' or 'cuda', got {str(device)!r}")
     if not torch.cuda.is_available():

@@ -114,6 +114,11 @@ class Follower:
         chunk = stop // commit.chunk_rows
         pages: dict[int, Page] = {}
         pending, running = None, False
+        # A flush at the end of a page commits all of it before the next page exists.
+        full = self._page(chunk - 1) if chunk and stop == chunk * commit.chunk_rows else None
+        if full is not None and full.state.count == commit.chunk_rows:
+            pending = full if full.state.pending else None
+            running = full.state.running
         while (page := self._page(chunk)) is not None:
             state = page.state
             if page.first + state.count < stop:

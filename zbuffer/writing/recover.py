@@ -60,8 +60,12 @@ def recover_pages(
     root = store.file("")
     first = commit.rows // commit.chunk_rows
     pages: list[Page] = []
+    committed_page: Page | None = None
     for chunk in page_numbers(root):
-        if chunk < first:
+        if chunk == first - 1 and commit.rows == first * commit.chunk_rows:
+            # All its rows are committed, but what is pending may lie behind them.
+            committed_page = Page(commit, page_file(root, chunk), chunk, writable=True)
+        elif chunk < first:
             page_file(root, chunk).unlink()
         elif chunk == first + len(pages) and (not pages or _is_full(pages[-1], commit)):
             pages.append(Page(commit, page_file(root, chunk), chunk, writable=True))
@@ -77,13 +81,15 @@ def recover_pages(
         pages.append(new_page(commit, first))
         if committed:
             _refill(store, commit, pages[0], committed)
-    if len(pages) > 1 and pages[-1].state == PageState() and pages[-2].state.pending:
-        # The writer died as it went on to a new page: what was pending is in the
-        # slot after the last row of the page before.
-        source, target = pages[-2], pages[-1]
+    before = pages[-2] if len(pages) > 1 else committed_page
+    if before is not None and pages[-1].state == PageState() and before.state.pending:
+        # The writer died before it went on to a new page, or as it did: what was
+        # pending is in the slot after the last row of the page before.
         for name in commit.schema.observations:
-            target.columns[name][0] = source.columns[name][commit.chunk_rows]
-        target.publish(PageState(0, pending=True))
+            pages[-1].columns[name][0] = before.columns[name][commit.chunk_rows]
+        pages[-1].publish(PageState(0, pending=True))
+    if committed_page is not None:
+        committed_page.unlink()
     return pages
 
 
