@@ -301,6 +301,26 @@ def read_tail(path: Path) -> Tail:
             check(read_commit(path)["rows"] > commit["rows"], "pages have no gap")
 
 
+def read_live(path: Path) -> tuple[NDArray[np.int64], dict[str, Array]]:
+    """Return ids and fields of all live rows, committed and not, as of one commit."""
+
+    def read(path: Path, commit: Json) -> tuple[NDArray[np.int64], dict[str, Array]]:
+        ids = read_ids(path, commit)
+        live = ids - commit["first_row"]
+        columns = {name: read_column(path, commit, name)[live] for name in items_of(commit)}
+        tail = tail_of(path, commit)
+        if read_commit(path) != commit:
+            # Pages go when their chunks are committed: what was read may lack some.
+            raise FileNotFoundError("the commit has changed")
+        ids = np.concatenate((ids, tail.first + np.arange(tail.n_rows)))
+        return ids, {
+            name: np.concatenate((column, tail.columns[name])).astype(column.dtype)
+            for name, column in columns.items()
+        }
+
+    return consistently(path, read)
+
+
 def tail_of(path: Path, commit: Json) -> Tail:
     """Return the rows past those of `commit`."""
     items, n, rows = items_of(commit), commit["chunk_rows"], commit["rows"]
@@ -316,9 +336,7 @@ def tail_of(path: Path, commit: Json) -> Tail:
         stop, is_running, pending = k * n + count, running, None
         if has_pending:
             fields = commit["schema"]["fields"].items()
-            pending = {
-                name: page[name][count] for name, f in fields if f["role"] == "observation"
-            }
+            pending = {name: page[name][count] for name, f in fields if f["role"] == "observation"}
     columns = {name: np.concatenate(piece) for name, piece in pieces.items()}
     return Tail(rows, stop - rows, columns, is_running, pending)
 

@@ -88,8 +88,9 @@ window = st.fixed_dictionaries(
 class BufferMachine(RuleBasedStateMachine):
     """Every call goes to a buffer and to the model; what comes back is compared."""
 
-    def __init__(self, gather: str) -> None:
+    def __init__(self, schema: Schema, gather: str) -> None:
         super().__init__()
+        self.schema = schema
         self.gather: Any = gather
         self.directory = Path(tempfile.mkdtemp(prefix="zbuffer-machine-"))
         self.path = self.directory / "buffer.zarr"
@@ -97,7 +98,6 @@ class BufferMachine(RuleBasedStateMachine):
         self.count = 0
 
     @initialize(
-        schema=st.sampled_from(list(SCHEMAS)),
         chunk_rows=st.sampled_from((4, 8)),
         block_rows=st.sampled_from((1, 2, 4)),
         capacity=st.sampled_from((12, 13, 16, 21, 32, 40, None)),
@@ -105,13 +105,11 @@ class BufferMachine(RuleBasedStateMachine):
     )
     def create(
         self,
-        schema: str,
         chunk_rows: int,
         block_rows: int,
         capacity: int | None,
         steps: list[Step],
     ) -> None:
-        self.schema = SCHEMAS[schema]
         self.model = ModelBuffer(self.schema, chunk_rows=chunk_rows, capacity=capacity)
         self.buffer = zbuffer.create(
             self.path,
@@ -233,14 +231,15 @@ class BufferMachine(RuleBasedStateMachine):
         with pytest.raises(SchemaError):
             self.buffer.end_episode(**final)
 
-    @rule()
-    def flush(self) -> None:
+    @rule(window=window)
+    def flush(self, window: Window) -> None:
         self.buffer.flush()
 
         self.model.evict(self.buffer.first_row)
         if self.model.capacity is not None:
             live = len(self.model.rows) - self.model.first
             assert live <= self.model.capacity + self.model.chunk_rows
+        self.compare(self.buffer, window)
 
     @rule(window=window)
     def close_and_reopen(self, window: Window) -> None:
@@ -534,15 +533,16 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("gather", ["native", "ctypes"])
-def test_a_buffer_does_what_a_list_of_rows_does(gather: str) -> None:
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_buffer_does_what_a_list_of_rows_does(schema: str, gather: str) -> None:
     if gather == "native" and native_module() is None:
         pytest.skip("the extension is not built")
     examples = os.environ.get("ZBUFFER_EXAMPLES")
 
     run_state_machine_as_test(
-        lambda: BufferMachine(gather),
+        lambda: BufferMachine(SCHEMAS[schema], gather),
         settings=settings(
-            max_examples=int(examples or 40),
+            max_examples=int(examples or 12),
             stateful_step_count=30,
             derandomize=examples is None,
             deadline=None,

@@ -79,7 +79,8 @@ class Assembler:
         if schema.explicit:
             self._check_explicit(window)
             self._following = []
-        self._chained = bool(self._following)
+        # What is drawn, and what is summed, does not depend on which fields are wanted.
+        self._chained = bool(schema.observations) and not schema.explicit
         self._window = Window(
             window.frame_stack, window.n_step, window.gamma, next_obs=self._chained
         )
@@ -145,7 +146,10 @@ class Assembler:
         n = len(windows.ids)
         for name in self._plain:
             field = self._schema[name]
-            arrays[name] = allocate(name, (n, *field.shape), field.dtype)
+            # A stack of one has its axis where rows bring their own next observation too.
+            stacked = field.role == "next_observation" and self._window.frame_stack
+            shape = (n, 1, *field.shape) if stacked else (n, *field.shape)
+            arrays[name] = allocate(name, shape, field.dtype)
             self._rows.take(view, name, windows.ids, arrays[name])
         for name, role in self._computed.items():
             arrays[name] = getattr(windows, role)
@@ -154,6 +158,8 @@ class Assembler:
             arrays["discount"] = windows.discount
             arrays["n_steps"] = windows.n_steps
             arrays["mask"] = windows.mask
+        elif self._schema.explicit:
+            arrays.update(self._explicit_ends(windows, view))
         if weights is not None:
             arrays["weights"] = weights
         whole = slice(None)
@@ -209,6 +215,18 @@ class Assembler:
                 "its stack was evicted, or the observation after it is not stored yet"
             )
         return resolve(rng.choice(ids, n), self._window, lookups)[0]
+
+    def _explicit_ends(self, windows: Windows, view: View) -> dict[str, Array]:
+        """Return what a batch says of steps that bring their own next observation."""
+        n = len(windows.ids)
+        discount = np.full(n, self._window.gamma, np.float32)
+        if self._terminated is not None:
+            discount[self._rows.lookup(view, self._terminated)(windows.ids)] = 0.0
+        return {
+            "discount": discount,
+            "n_steps": np.ones(n, np.int64),
+            "mask": np.ones(n, bool),
+        }
 
     def _check_explicit(self, window: Window) -> None:
         if (window.frame_stack or 1) > 1 or window.n_step > 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from zbuffer.errors import RowNotFoundError
 from zbuffer.reading.chunks import View
 from zbuffer.reading.rows import Rows
 
@@ -53,18 +54,29 @@ class ColumnView:
         rest: tuple[Any, ...] = ()
         if isinstance(index, tuple):
             index, rest = (index[0], index[1:]) if index else (slice(None), ())
-        view = self._view()
-        n = view.stop - view.first
         if index is Ellipsis:
             index, rest = slice(None), ((Ellipsis, *rest) if rest else ())
-        # NumPy's own rules turn the index into positions, and raise its errors.
-        positions = np.arange(n)[index] if not _is_empty_list(index) else np.zeros(0, np.int64)
-        ids = np.asarray(positions, np.int64) + view.first
-        items = self._rows.take(view, self._name, ids)
+        if not isinstance(index, int | slice | np.integer) and index is not None:
+            index = np.zeros(0, np.int64) if _is_empty_list(index) else np.asarray(index)
+        items, ids = self._take(index)
         if rest:
             lead = (slice(None),) * ids.ndim
             return items[(*lead, *rest)]
         return items if ids.ndim or self._field.shape else items[()]
+
+    def _take(self, index: Any) -> tuple[Any, np.ndarray[Any, Any]]:
+        """Return the items at an index, and their rows."""
+        while True:
+            view = self._view()
+            # NumPy's own rules turn the index into positions, and raise its errors.
+            positions = np.arange(view.stop - view.first)[index]
+            ids = np.asarray(positions, np.int64) + view.first
+            try:
+                return self._rows.take(view, self._name, ids), ids
+            except RowNotFoundError:
+                # Rows that were evicted since the look are not at these positions any more.
+                if self._view().first == view.first:
+                    raise
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), _SLAB_ROWS):
