@@ -154,7 +154,7 @@ class Assembler:
         for name, role in self._computed.items():
             arrays[name] = getattr(windows, role)
         arrays["indices"] = windows.ids
-        if self._chained:
+        if self._following:
             arrays["discount"] = windows.discount
             arrays["n_steps"] = windows.n_steps
             arrays["mask"] = windows.mask
