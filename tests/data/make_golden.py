@@ -80,7 +80,7 @@ def item(name: str, row: int) -> Any:
         case "reward":
             return np.float32(row % 7 - 3)
         case "when":
-            return np.datetime64("2024-02-29T12:00:00.000", "ms") + row
+            return np.datetime64("2024-02-29T12:00:00.000", "ms") + np.timedelta64(row, "ms")
         case "info":
             return np.array((row % 5, row * row), GOLDEN["nested-blosc2"].schema["info"][1])
         case "note":

@@ -93,8 +93,9 @@ def compress(
         clevel=clevel,
         typesize=typesize,
         blocksize=blocksize,
-        filters=[_FILTERS[shuffle]],
-        filters_meta=[0],
+        # Filters run from the first place to the last: one filter goes last, as in C.
+        filters=[*[blosc2.Filter.NOFILTER] * 5, _FILTERS[shuffle]],
+        filters_meta=[0] * 6,
         splitmode=blosc2.SplitMode.NEVER_SPLIT,
         # More than one thread hangs in a forked child.
         nthreads=1,
