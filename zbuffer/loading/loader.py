@@ -20,8 +20,9 @@ from zbuffer.loading.upload import Ready, Transform, make_uploader
 from zbuffer.reading.chunks import View
 from zbuffer.sampling.samplers import Sampler, generator
 
-#: Rows may be evicted between draw and gather; drawing again finds live ones.
-_TRIES = 10
+#: Rows may be evicted between draw and gather; drawing again finds live ones. A writer
+#: that turns a small buffer over faster than a batch is read can win that race often.
+_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Loader:
         start = time.perf_counter()
         rng = self._rng or generator(self._seed, self._step)
         self._uploader.begin()
-        for attempt in range(_TRIES):
+        while True:
             view = self._view()
             try:
                 windows, weights = self._assembler.draw(self._batch_size, view, self._sampler, rng)
@@ -169,7 +170,8 @@ class Loader:
                 )
                 break
             except RowNotFoundError:
-                if attempt == _TRIES - 1:
+                late = time.perf_counter() - start > _PATIENCE_S
+                if late or self._view().first == view.first:
                     raise
         ready = self._uploader.upload(assembled, self._transform)
         self._step += 1
