@@ -169,7 +169,8 @@ class FieldChunks:
             at = chunks - self._base
             addrs = self._addrs[at]
             if not addrs.all():
-                for chunk in np.unique(chunks[addrs == 0]).tolist():
+                # Not np.unique: its first use imports, which a forked child may wait for.
+                for chunk in sorted(set(chunks[addrs == 0].tolist())):
                     self._load(view, chunk)
                 addrs = self._addrs[at]
             first = np.ones(len(at), bool)

@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# NumPy loads this part at first use, under a lock that a child forked meanwhile
+# would wait for in vain.
+import numpy.random
+
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
