@@ -30,6 +30,7 @@ SEGMENTS_PER_CHUNK = 256
 
 COMMIT_KEYS = {
     "format": int,
+    "uuid": str,
     "schema": dict,
     "codecs": dict,
     "chunk_rows": int,

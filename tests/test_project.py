@@ -21,6 +21,7 @@ FLOORS = [
     {"zbuffer"},
     {"opening", "testing"},
     {"buffer"},
+    {"summary"},
     {"loading", "writing"},
     {"sampling", "reading"},
     {"storage"},

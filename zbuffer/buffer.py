@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from zbuffer.capacity import format_nbytes
 from zbuffer.errors import (
     ClosedError,
     ReadOnlyError,
@@ -29,6 +28,7 @@ from zbuffer.sampling.samplers import UniformSampler, generator
 from zbuffer.sampling.windows import Window
 from zbuffer.schema import STEP_TYPE, Schema
 from zbuffer.storage.local import LocalStore, WriterLock
+from zbuffer.summary import summary
 from zbuffer.writing.writer import Writer
 
 
@@ -175,13 +175,8 @@ class Buffer:
 
     def __len__(self) -> int:
         """Return the number of steps; LAST rows are not counted."""
-        view, commit = self._view(), self._source.commit
-        steps = commit.steps
-        if commit.first_row != view.first or commit.rows > view.stop:
-            ids = np.arange(view.first, view.stop)
-            return int(np.count_nonzero(self._rows.take(view, STEP_TYPE, ids) < 2))
-        ids = np.arange(commit.rows, view.stop)
-        return steps + int(np.count_nonzero(self._rows.take(view, STEP_TYPE, ids) < 2))
+        view = self._view()
+        return self._rows.count_steps(view, self._source.commit)
 
     def __getitem__(self, name: str) -> ColumnView:
         """Return a field as an array-like over the live rows."""
@@ -372,10 +367,7 @@ class Buffer:
     @property
     def capacity(self) -> int | str | None:
         """The limit in rows, or as a text in bytes; None without one."""
-        commit = self._source.commit
-        if commit.capacity_nbytes is not None:
-            return f"{commit.capacity_nbytes}B"
-        return commit.capacity_rows
+        return self._source.commit.capacity
 
     @property
     def notes(self) -> Mapping[str, Any]:
@@ -396,7 +388,7 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes of the live rows, uncompressed."""
         view = self._view()
-        return (view.stop - view.first) * self._row_nbytes
+        return (view.stop - view.first) * self._source.commit.row_nbytes
 
     def nbytes_stored(self) -> int:
         """Return the bytes of all files of the buffer, the tail included."""
@@ -411,18 +403,16 @@ class Buffer:
     def __repr__(self) -> str:
         if self._closed:
             return f"<zbuffer.Buffer {self._store.name} (closed)>"
-        view, commit = self._view(), self._source.commit
-        mode = "a" if isinstance(self._source, Writer) else "r"
-        chunks = sum(size for _, size in self._store.walk("data"))
-        raw = (commit.rows - commit.first_row) * self._row_nbytes
-        ratio = f" for {format_nbytes(raw)} ({raw / chunks:.1f}x smaller)" if raw else ""
-        fields = "\n".join(f"  {name}: {field}" for name, field in self.schema.items())
-        return (
-            f"<zbuffer.Buffer {self._store.name} mode={mode!r}\n"
-            f"  {len(self)} steps in rows {view.first} to {view.stop}, "
-            f"{view.stop - commit.rows} of them in the tail, capacity {self.capacity}\n"
-            f"  {format_nbytes(chunks)} of chunks{ratio}, {self.gather} gather\n"
-            f"{fields}>"
+        # The commit before the view: it counts no row that the view lacks.
+        commit = self._source.commit
+        return summary(
+            self._store,
+            self.schema,
+            self._view(),
+            commit,
+            steps=len(self),
+            mode="a" if isinstance(self._source, Writer) else "r",
+            gather=self.gather,
         )
 
     # -- inside ------------------------------------------------------------
@@ -442,13 +432,11 @@ class Buffer:
         self._check_open()
         return self._source.view()
 
-    @property
-    def _row_nbytes(self) -> int:
-        return sum(field.nbytes for field in self._rows.fields.values())
-
     def _after_fork(self) -> None:
         """Read as any other process does: the parent goes on, and this copy would not see it."""
         self._forked = True
+        # A thread of the parent may have held its lock.
+        self._memory = Recycler()
         if isinstance(self._source, Writer) and not self._closed:
             self._source = Follower(self._store, self._source.commit, self._rows.on_change)
 

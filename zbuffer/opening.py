@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -102,6 +103,7 @@ def create(
         schema=schema,
         codecs={name: resolve_codec(codecs[name], fields[name], chunk_rows) for name in fields},
         chunk_rows=chunk_rows,
+        uuid=str(uuid.uuid4()),
         capacity_rows=capacity_rows,
         capacity_nbytes=capacity_nbytes,
         notes=_plain_json(notes or {}),
@@ -198,7 +200,7 @@ def _open_writer(
             return Page.create(now, store.file(""), chunk)
 
         pages = recover_pages(store, commit, new_page)
-        writers.append(Writer(store, sealer, pages, new_page, rows.forget))
+        writers.append(Writer(sealer, pages, new_page, rows.forget))
         writers[0].resume()
     except BaseException:
         sealer.stop()

@@ -142,7 +142,6 @@ def make(folder: Path = FOLDER) -> None:
         with zbuffer.create(path, golden.schema, overwrite=True, **golden.options) as buffer:
             append(buffer, list(rows_of(golden)))
         # It names the host and the time, and no reader needs it.
-        (path / "writer.lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

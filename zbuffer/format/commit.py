@@ -26,6 +26,8 @@ class Commit:
         Committed rows are ``[first_row, rows)``.
     steps
         How many of them are steps (rows that are not LAST).
+    uuid
+        Names this buffer: another one that is created at its path has another.
     epoch
         Grows by one with each writer that opens the buffer.
     capacity_rows, capacity_nbytes
@@ -35,6 +37,7 @@ class Commit:
     schema: Schema
     codecs: Mapping[str, Codec]
     chunk_rows: int
+    uuid: str
     first_row: int = 0
     rows: int = 0
     steps: int = 0
@@ -50,6 +53,18 @@ class Commit:
         return {**self.schema, STEP_TYPE: STEP_TYPE_FIELD}
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one uncompressed row."""
+        return sum(field.nbytes for field in self.fields.values())
+
+    @property
+    def capacity(self) -> int | str | None:
+        """The limit in rows, or as a text in bytes; None without one."""
+        if self.capacity_nbytes is not None:
+            return f"{self.capacity_nbytes}B"
+        return self.capacity_rows
+
+    @property
     def first_chunk(self) -> int:
         """Index of the oldest live chunk."""
         return self.first_row // self.chunk_rows
@@ -63,6 +78,7 @@ class Commit:
         """Return the document as plain JSON values."""
         return {
             "format": FORMAT,
+            "uuid": self.uuid,
             "schema": self.schema.to_json(),
             "codecs": {name: codec.to_json() for name, codec in self.codecs.items()},
             "chunk_rows": self.chunk_rows,
@@ -114,6 +130,8 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
         key: _count(body, key)
         for key in ("chunk_rows", "first_row", "rows", "steps", "epoch", "lanes")
     }
+    if not isinstance(body["uuid"], str):
+        raise ValueError(f"uuid is {body['uuid']!r}")
     if not isinstance(body["notes"], dict):
         raise ValueError(f"notes are {body['notes']!r}")
     if numbers["chunk_rows"] < 1 or not numbers["first_row"] <= numbers["rows"]:
@@ -123,6 +141,7 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
     return Commit(
         schema=schema,
         codecs=codecs,
+        uuid=body["uuid"],
         capacity_rows=_capacity(body, "capacity_rows"),
         capacity_nbytes=_capacity(body, "capacity_nbytes"),
         notes=body["notes"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +75,8 @@ class FieldChunks:
         self._addrs = np.zeros(0, np.uint64)
         self._sizes = np.zeros(0, np.int64)
         self._owners: list[Any] = []
-        self._mapped: deque[int] = deque()
+        # The chunks that are mapped, in the order in which they were; used as a set.
+        self._mapped: dict[int, None] = {}
 
     def gather(self, view: View, ids: Array, dest: Array, n_threads: int) -> int:
         """Fill ``dest[i]`` with the item of row ``ids[i]``; returns blocks decoded.
@@ -151,6 +151,8 @@ class FieldChunks:
         with self._lock:
             n = min(chunk - self._base, len(self._owners))
             if n > 0:
+                for evicted in range(self._base, self._base + n):
+                    self._mapped.pop(evicted, None)
                 self._addrs = self._addrs[n:].copy()
                 self._sizes = self._sizes[n:].copy()
                 self._owners = self._owners[n:]
@@ -159,7 +161,8 @@ class FieldChunks:
     def forget_from(self, chunk: int) -> None:
         """Drop what is known of this chunk and those after it."""
         with self._lock:
-            for number in range(max(chunk, self._base), self._base + len(self._owners)):
+            at = max(chunk - self._base, 0)
+            for number in [n for n, a in enumerate(self._addrs[at:], self._base + at) if a]:
                 self._drop(number)
 
     def _look_up(self, view: View, chunks: Array) -> tuple[Array, Array, list[Any]]:
@@ -223,30 +226,17 @@ class FieldChunks:
         self._owners[at] = data
         self._addrs[at] = data.ctypes.data
         self._sizes[at] = len(data) - 4
-        self._mapped.append(chunk)
+        self._mapped[chunk] = None
 
     def _drop(self, chunk: int) -> None:
         at = chunk - self._base
         if 0 <= at < len(self._owners):
             self._owners[at] = None
             self._addrs[at] = 0
+            self._mapped.pop(chunk, None)
 
     def _trim(self, in_use: set[int]) -> None:
-        while len(self._mapped) > MAX_MAPPED:
-            chunk = self._mapped.popleft()
-            if chunk in in_use:
-                self._mapped.append(chunk)
-                if len(in_use) >= MAX_MAPPED:
-                    return
-            else:
-                self._drop(chunk)
-
-
-def check_chunk(store: Store, name: str, field: Field, chunk: int) -> None:
-    """Compare the crc32c of one chunk; DamagedError where it differs."""
-    import google_crc32c
-
-    key = chunk_path(name, field, chunk)
-    data = store.read(key)
-    if google_crc32c.value(data[:-4]).to_bytes(4, "little") != data[-4:]:
-        raise DamagedError(f"{store.path}/{key} does not match its checksum")
+        """Drop the maps made longest ago, but not those of this call."""
+        idle = [chunk for chunk in self._mapped if chunk not in in_use]
+        for chunk in idle[: len(self._mapped) - MAX_MAPPED]:
+            self._drop(chunk)

@@ -54,7 +54,9 @@ class Column:
     def _fill(self, view: View, n_threads: int) -> _Kept:
         values, base, have = self._kept
         if base > view.first or have < view.first:
+            # Begin anew, in a new array: another thread may be reading this one.
             base = have = view.first
+            values = values[:0]
         if view.stop - base > len(values):
             live = view.stop - view.first
             grown = np.empty((live + live // 2 + 1024, *values.shape[1:]), values.dtype)

@@ -96,7 +96,7 @@ class Follower:
         if version is None:
             raise BufferNotFoundError(f"the zbuffer at {self._store.path} was removed")
         old, new = self.commit, read_commit(self._store)
-        if new.fields != old.fields or new.chunk_rows != old.chunk_rows or new.epoch < old.epoch:
+        if new.uuid != old.uuid:
             raise NotABufferError(
                 f"{self._store.path} was replaced by another buffer: open it anew"
             )

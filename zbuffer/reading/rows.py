@@ -9,7 +9,7 @@ import numpy as np
 
 from zbuffer.errors import RowNotFoundError
 from zbuffer.forking import call_in_child
-from zbuffer.format.commit import LAST, NO_ROW, Commit
+from zbuffer.format.commit import LAST, MID, NO_ROW, Commit
 from zbuffer.reading.chunks import FieldChunks, View
 from zbuffer.reading.columns import Columns
 from zbuffer.reading.gather import Gather
@@ -106,6 +106,15 @@ class Rows:
         if view.pending is not None:
             types[ids == view.stop] = LAST
         return types
+
+    def count_steps(self, view: View, commit: Commit) -> int:
+        """Return how many rows of the view are steps; only those past the commit are looked at."""
+        counted, start = commit.steps, commit.rows
+        if commit.first_row != view.first or commit.rows > view.stop:
+            # The commit is of another moment than the view.
+            counted, start = 0, view.first
+        types = self.take(view, STEP_TYPE, np.arange(start, view.stop))
+        return counted + int(np.count_nonzero(types <= MID))
 
     def after_fork(self) -> None:
         """Let go of locks that threads of the parent may have held."""

@@ -25,10 +25,9 @@ def write_new(store: LocalStore, commit: Commit) -> None:
     store.write(layout.ROOT, layout.dump(layout.root_document(commit)))
 
 
-def sweep(store: LocalStore, commit: Commit) -> list[str]:
-    """Remove what a crash left beside the commit; return the keys."""
+def sweep(store: LocalStore, commit: Commit) -> None:
+    """Remove what a crash left beside the commit."""
     stop = commit.stop_chunk
-    removed = []
     chunks = {layout.field_path(name) + "/c/": (commit.first_chunk, stop) for name in commit.fields}
     for key, _ in store.walk("data"):
         orphan = key.endswith(layout.PARTIAL)
@@ -38,14 +37,11 @@ def sweep(store: LocalStore, commit: Commit) -> list[str]:
                 orphan |= number.isdigit() and not first <= int(number) < last
         if orphan:
             store.delete(key)
-            removed.append(key)
     for top in ("meta", layout.TAIL):
         for key, _ in store.walk(top):
             if key.endswith(layout.PARTIAL):
                 store.delete(key)
-                removed.append(key)
-    store.delete(layout.ROOT + layout.PARTIAL)
-    return removed
+        store.delete(layout.ROOT + layout.PARTIAL)
 
 
 def recover_pages(

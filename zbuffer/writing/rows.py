@@ -24,6 +24,9 @@ class RowReader:
         self._schema = schema
         self._fields = dict(schema)
         self._convert = {name: _converter(name, field) for name, field in schema.items()}
+        self._convert_next = {
+            name: _converter(f"next_{name}", schema[name]) for name in schema.observations
+        }
         self._next_of = {}
         if not schema.explicit:
             self._next_of = {f"next_{name}": name for name in schema.observations}
@@ -81,8 +84,12 @@ class RowReader:
         """Return `value` as an array of items of a field; safe casts of scalars only."""
         field = self._fields[name]
         said = said or name
-        array = _as_array(value)
         wanted = f"{field.dtype} (n, {', '.join(map(str, field.shape))}".rstrip(", ") + ")"
+        try:
+            array = _as_array(value)
+        except (TypeError, ValueError) as error:
+            kind = type(value).__name__
+            raise SchemaError(said, f"must be {wanted}, got {kind}: {error}") from None
         if array.ndim == 0 or array.shape[1:] != field.shape:
             raise SchemaError(said, f"must be {wanted}, got {array.dtype} {array.shape}")
         if array.dtype != field.dtype:
@@ -95,12 +102,7 @@ class RowReader:
         row, following = self._split_raw(row)
         if following is None:
             return row, None
-        checked = {}
-        for name, value in following.items():
-            try:
-                checked[name] = self._convert[name](value)
-            except SchemaError as error:
-                raise SchemaError(f"next_{name}", str(error).split("' ", 1)[1]) from None
+        checked = {name: self._convert_next[name](value) for name, value in following.items()}
         return row, checked
 
     def _split_raw(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

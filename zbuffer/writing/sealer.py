@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -216,19 +217,20 @@ class Sealer:
             return left >= commit.capacity_rows
         return commit.capacity_nbytes is not None and nbytes > commit.capacity_nbytes
 
+    def _keys(self, chunk: int) -> list[str]:
+        """Return the keys of a chunk, of all fields that have any bytes."""
+        fields = self.commit.fields.items()
+        return [layout.chunk_path(n, f, chunk) for n, f in fields if f.nbytes > 0]
+
     def _delete(self, chunk: int) -> None:
-        for name, field in self.commit.fields.items():
-            if field.nbytes > 0:
-                self._store.delete(layout.chunk_path(name, field, chunk))
+        # The commit is made: what cannot be deleted now is swept at the next opening.
+        for key in self._keys(chunk):
+            with contextlib.suppress(OSError):
+                self._store.delete(key)
 
     def _measure_chunks(self) -> None:
         for chunk in range(self.commit.first_chunk, self.commit.stop_chunk):
-            keys = (
-                layout.chunk_path(name, field, chunk)
-                for name, field in self.commit.fields.items()
-                if field.nbytes > 0
-            )
-            self._ledger.nbytes[chunk] = sum(self._store.size(key) for key in keys)
+            self._ledger.nbytes[chunk] = sum(self._store.size(k) for k in self._keys(chunk))
 
 
 def _padded(column: np.ndarray[Any, Any], count: int, fill: int) -> np.ndarray[Any, Any]:

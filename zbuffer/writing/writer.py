@@ -16,8 +16,8 @@ from zbuffer.format.commit import FIRST, LAST, MID, Commit
 from zbuffer.format.tail import PageState
 from zbuffer.reading.chunks import View
 from zbuffer.schema import STEP_TYPE
-from zbuffer.storage import Store
 from zbuffer.storage.pages import Page
+from zbuffer.writing.chains import as_transitions, check_chain
 from zbuffer.writing.rows import RowReader
 from zbuffer.writing.sealer import Sealer
 
@@ -53,13 +53,11 @@ class Writer:
 
     def __init__(
         self,
-        store: Store,
         sealer: Sealer,
         pages: list[Page],
         new_page: Callable[[Commit, int], Page],
         on_retire: Callable[[int], None],
     ) -> None:
-        self._store = store
         self._on_retire = on_retire
         self._sealer = sealer
         self._new_page = new_page
@@ -164,7 +162,7 @@ class Writer:
             if self._in_episode and self._pending:
                 self._check_follows(first, "obs[0]")
             if following is not None:
-                self._check_chain(values, following, done)
+                check_chain(self._schema, values, following, done)
             if ends:
                 done[-1] = True
             starts = np.empty(n, bool)
@@ -189,7 +187,7 @@ class Writer:
             self._settle()
             if self._in_episode:
                 raise EpisodeError("an episode is running: call end_episode() before add_episode()")
-            return self.extend(self._as_transitions(rows), ends=True)
+            return self.extend(as_transitions(self._schema, rows), ends=True)
 
     def end_episode(self, final: Mapping[str, Any]) -> None:
         """End the running episode, with its final observation where there is one."""
@@ -296,19 +294,6 @@ class Writer:
 
     # -- many steps --------------------------------------------------------
 
-    def _check_chain(
-        self, values: dict[str, Array], following: dict[str, Array], done: Array
-    ) -> None:
-        for name in self._observations:
-            ahead, behind = values[name][1:], following[name][:-1]
-            differs = _rows_differ(ahead, behind) & ~done[:-1]
-            if differs.any():
-                i = int(np.flatnonzero(differs)[0])
-                raise EpisodeError(
-                    f"obs[{i + 1}] of field {name!r} differs from next_obs[{i}] in the same "
-                    "episode: rows that do not chain need a schema with next_obs='explicit'"
-                )
-
     def _copy_steps(
         self, values: dict[str, Array], following: dict[str, Array] | None, done: Array
     ) -> None:
@@ -362,39 +347,6 @@ class Writer:
                 else:
                     target[last_slots] = np.zeros((), target.dtype)
 
-    def _as_transitions(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an episode's arrays as steps, each with its next observation.
-
-        Observations may have one item more than the steps: the final one. A plain
-        bool for terminated or truncated speaks of the last step.
-        """
-        from zbuffer.schema import flatten
-
-        row = flatten(rows)
-        others = [n for n in self._names if n not in self._observations and n in row]
-        lengths = [len(row[n]) for n in others if not isinstance(row[n], bool | np.bool_)]
-        if not self._observations or not all(n in row for n in self._observations):
-            n_steps = lengths[0] if lengths else 0
-        else:
-            n_obs = len(row[self._observations[0]])
-            n_steps = lengths[0] if lengths else n_obs - 1
-        if n_steps < 1:
-            raise EpisodeError("an episode needs at least one step")
-        for name in (self._terminated, self._truncated):
-            if name is not None and isinstance(row.get(name, False), bool | np.bool_):
-                flags = np.zeros(n_steps, bool)
-                flags[-1] = row.get(name, False)
-                row[name] = flags
-            if name is not None and np.asarray(row[name])[:-1].any():
-                raise EpisodeError(f"field {name!r} is set before the last step of the episode")
-        if self._schema.explicit or not self._observations:
-            return row
-        for name in self._observations:
-            if name in row and len(row[name]) == n_steps + 1:
-                array = self._rows.many(name, row[name])
-                row[name], row[f"next_{name}"] = array[:-1], array[1:]
-        return row
-
     # -- pages -------------------------------------------------------------
 
     def _make_room(self) -> None:
@@ -441,17 +393,6 @@ class Writer:
             raise ClosedError("the buffer is closed")
         if os.getpid() != self._pid:
             raise ZBufferError("a forked process cannot write: open the buffer in the child")
-
-
-def _rows_differ(a: Array, b: Array) -> Array:
-    """Return which rows of two equal-shaped arrays differ in any bit."""
-    n = len(a)
-    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
-    if a[:1].nbytes == 0 or n == 0:
-        return np.zeros(n, bool)
-    if a[:1].nbytes % 8 == 0:
-        return np.asarray((a.reshape(n, -1).view("u8") != b.reshape(n, -1).view("u8")).any(axis=1))
-    return np.asarray((a.reshape(n, -1).view("u1") != b.reshape(n, -1).view("u1")).any(axis=1))
 
 
 def _page_nbytes(page: Page) -> int:
