@@ -29,7 +29,8 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             "zbuffer.reading._gather",
-            ["zbuffer/reading/_gather.c"],
+            [f"zbuffer/reading/{name}.c" for name in ("_gather", "_plan", "_encode", "_map")],
+            depends=["zbuffer/reading/_native.h"],
             include_dirs=[str(home / "include")],
             extra_objects=[str(archive)],
             extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden", "-pthread", "-Wall"],

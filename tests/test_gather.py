@@ -146,29 +146,26 @@ class Chunks:
     def read(self, gather: Gather, ids: Any, n_threads: int = 1) -> Array:
         """Return rows by a gather, in the order of the ids; RuntimeError where it fails."""
         ids = np.asarray(ids, np.int64)
-        order = np.argsort(ids, kind="stable")
-        chunks, rows = np.divmod(ids[order], self.chunk_rows)
-        addrs = np.array([p.ctypes.data for p in self.packed], np.uint64)
-        sizes = np.array(self.sizes, np.int64)
         # A margin on both sides shows whether more than the batch was written.
         around = np.full((len(ids) + 2, self.row_nbytes), 0xA5, np.uint8)
         dest = around[1:-1]
 
-        result = gather(
-            dest,
-            self.row_nbytes,
-            self.row_nbytes * self.chunk_rows,
-            addrs[chunks],
-            sizes[chunks],
-            rows,
-            order,
-            n_threads,
-        )
+        plan = self.plan(gather, ids)
+        result = gather.gather(dest, self.row_nbytes, plan, n_threads)
 
         assert (around[[0, -1]] == 0xA5).all()
         if result < 0:
-            raise RuntimeError(f"entry {-1 - result}")
+            raise RuntimeError(f"chunk {-1 - result}")
         return dest
+
+    def plan(self, gather: Gather, ids: Array, stop: int | None = None) -> Any:
+        """Return the plan of some rows; chunks are numbered from 3 on."""
+        addrs = np.array([p.ctypes.data for p in self.packed], np.uint64)
+        sizes = np.array(self.sizes, np.int64)
+        first = 3 * self.chunk_rows
+        stop = first + len(addrs) * self.chunk_rows if stop is None else first + stop
+        place = (self.chunk_rows, 3, addrs, sizes, list(self.packed), (-1, 0, 0, 0))
+        return gather.plan(ids + first, first, stop, *place)
 
     def some_ids(self) -> list[Array]:
         """Return lists of ids: first, last, all, backwards, repeated, and at random."""
@@ -323,22 +320,61 @@ def test_bitshuffled_chunks_of_foreign_arrays_read_right(gather: Gather) -> None
 
 def test_raw_pages_are_read_as_they_are_with_their_one_row_more(gather: Gather) -> None:
     page = np.frombuffer(incompressible(17 * 600), np.uint8).reshape(17, 600)
-    dest = np.zeros((4, 600), np.uint8)
-    ids = np.array([0, 3, 15, 16])
+    ids = np.array([16, 3, 15, 0, 16])
+    none = np.zeros(0, np.uint64)
+    dest = np.zeros((5, 600), np.uint8)
+    table = (0, np.zeros(1, np.uint64), np.zeros(1, np.int64), [None])
 
-    result = gather(
-        dest,
-        600,
-        600 * 16,
-        np.full(4, page.ctypes.data, np.uint64),
-        np.full(4, -17, np.int64),
-        ids,
-        np.arange(4)[::-1].copy(),
-        1,
+    # Row 16 is the one that a chunk has no room for: it is pending.
+    missing = gather.plan(ids, 0, 17, 16, *table, (16, page.ctypes.data, 17, 16))
+    table[1][0], table[2][0] = page.ctypes.data, -17
+    plan = gather.plan(ids, 0, 17, 16, *table, (16, page.ctypes.data, 17, 16))
+
+    assert missing == [0]
+    assert gather.gather(dest, 600, plan, 1) >= 0
+    np.testing.assert_array_equal(dest, page[ids])
+    alone = gather.plan(
+        ids[:1], 0, 17, 16, 0, none, none.view(np.int64), [], (16, page.ctypes.data, 17, 16)
     )
+    assert gather.gather(dest, 600, alone, 1) >= 0
+    np.testing.assert_array_equal(dest[0], page[16])
 
-    assert result >= 0
-    np.testing.assert_array_equal(dest[::-1], page[ids])
+
+def test_a_plan_lists_each_chunk_that_is_not_known_once(gather: Gather) -> None:
+    table = (2, np.array([1, 0, 1], np.uint64), np.full(3, 9), [None] * 3)
+    ids = np.array([9, 13, 12, 25, 14, 24, 3])
+
+    assert gather.plan(ids, 0, 30, 4, *table, (-1, 0, 0, 0)) == [0, 3, 6]
+
+
+def test_a_plan_keeps_the_chunks_alive_and_lets_them_go(gather: Gather) -> None:
+    chunks = Chunks([by_python(redundant(4800), 1, 600, "zstd", shuffle=False)], 600)
+    owner = chunks.packed[0]
+    held = sys.getrefcount(owner)
+
+    plan = chunks.plan(gather, np.array([0, 5, 2]))
+
+    assert sys.getrefcount(owner) > held
+    del plan
+    assert sys.getrefcount(owner) == held
+
+
+@pytest.mark.parametrize("n", [2, 7, 300, 70_000])
+def test_ids_in_any_order_far_apart_are_sorted_right(gather: Gather, n: int) -> None:
+    # Chunks of one row each, at addresses that tell the row: only the plan is looked at.
+    rng = np.random.default_rng(n)
+    ids = rng.integers(0, 1 << 40, n)
+    page = np.arange(1000, dtype=np.int64).reshape(1000, 1)
+    table = (0, np.array([page.ctypes.data], np.uint64), np.array([-1000]), [page])
+
+    near = ids % 1000
+    plan = gather.plan(near, 0, 1000, 1000, *table, (-1, 0, 0, 0))
+    dest = np.zeros(n, np.int64)
+    assert gather.gather(dest, 8, plan, 2) >= 0
+    np.testing.assert_array_equal(dest, near)
+
+    far = gather.plan(ids, 0, 1 << 40, 1, *table, (-1, 0, 0, 0))
+    assert far == sorted(set((ids[ids != 0]).tolist()))
 
 
 def mixture() -> Chunks:
@@ -423,33 +459,34 @@ def test_several_threads_may_gather_at_once(gather: Gather, n_threads: int) -> N
 def test_a_call_without_entries_fills_nothing(gather: Gather) -> None:
     none = np.zeros(0, np.int64)
 
-    result = gather(np.zeros((0, 4), np.uint8), 4, 16, none.astype(np.uint64), none, none, none, 2)
+    plan = gather.plan(none, 0, 0, 4, 0, none.astype(np.uint64), none, [], (-1, 0, 0, 0))
 
-    assert result == 0
+    assert gather.gather(np.zeros((0, 4), np.uint8), 4, plan, 2) == 0
 
 
 @pytest.mark.parametrize("row", [-1, 8])
-def test_rows_outside_the_chunk_are_refused(gather: Gather, row: int) -> None:
+def test_rows_outside_the_buffer_are_refused(gather: Gather, row: int) -> None:
     chunks = Chunks([by_python(redundant(800), 1, 100, "zstd", shuffle=False)], 100)
-    dest = np.full((1, 100), 0xA5, np.uint8)
-    addrs = np.array([chunks.packed[0].ctypes.data], np.uint64)
-    zero = np.zeros(1, np.int64)
 
-    with pytest.raises(ValueError, match="lies outside its chunk or the batch"):
-        gather(dest, 100, 800, addrs, np.array(chunks.sizes), np.array([row]), zero, 1)
-
-    assert (dest == 0xA5).all()
+    with pytest.raises(IndexError, match="outside the rows"):
+        chunks.plan(gather, np.array([0, row, 3]))
 
 
-@pytest.mark.parametrize("slot", [-1, 1])
-def test_slots_outside_the_batch_are_refused(gather: Gather, slot: int) -> None:
+def test_rows_that_a_raw_page_lacks_are_refused(gather: Gather) -> None:
     chunks = Chunks([by_python(redundant(800), 1, 100, "zstd", shuffle=False)], 100)
-    dest = np.full((1, 100), 0xA5, np.uint8)
-    addrs = np.array([chunks.packed[0].ctypes.data], np.uint64)
-    zero = np.zeros(1, np.int64)
+    chunks.packed, chunks.sizes = [np.zeros((5, 100), np.uint8)], [-5]
 
-    with pytest.raises(ValueError, match="lies outside its chunk or the batch"):
-        gather(dest, 100, 800, addrs, np.array(chunks.sizes), zero, np.array([slot]), 1)
+    with pytest.raises(ValueError, match="lies outside its chunk"):
+        chunks.plan(gather, np.array([5]))
+
+
+def test_a_batch_too_small_for_the_plan_is_refused(gather: Gather) -> None:
+    chunks = Chunks([by_python(redundant(800), 1, 100, "zstd", shuffle=False)], 100)
+    dest = np.full((2, 100), 0xA5, np.uint8)
+    plan = chunks.plan(gather, np.array([0, 1, 3]))
+
+    with pytest.raises(ValueError, match="has no room"):
+        gather.gather(dest, 100, plan, 1)
 
     assert (dest == 0xA5).all()
 
@@ -459,28 +496,28 @@ def test_slots_outside_the_batch_are_refused(gather: Gather, slot: int) -> None:
 
 @pytest.mark.parametrize("encode", ENCODERS)
 @pytest.mark.parametrize("keep", [0, 1, 15, 16, 31, 32, 40, -1])
-def test_a_truncated_chunk_is_a_failed_entry(gather: Gather, encode: Encode, keep: int) -> None:
+def test_a_truncated_chunk_is_a_failed_chunk(gather: Gather, encode: Encode, keep: int) -> None:
     chunks = Chunks([encode(redundant(28_800), 1, 2400, "zstd", shuffle=False)] * 3, 600)
     chunks.sizes[1] = keep if keep >= 0 else chunks.sizes[1] - 1
 
-    with pytest.raises(RuntimeError, match=r"^entry 48$"):
+    with pytest.raises(RuntimeError, match=r"^chunk 4$"):
         chunks.read(gather, np.arange(144))
 
 
-def test_a_chunk_of_another_length_is_a_failed_entry(gather: Gather) -> None:
+def test_a_chunk_of_another_length_is_a_failed_chunk(gather: Gather) -> None:
     chunks = Chunks([by_python(redundant(28_800), 1, 2400, "zstd", shuffle=False)] * 2, 600)
     other = by_python(redundant(28_200), 1, 2400, "zstd", shuffle=False)
     chunks.packed[1], chunks.sizes[1] = np.frombuffer(other, np.uint8), len(other)
 
-    with pytest.raises(RuntimeError, match=r"^entry 48$"):
+    with pytest.raises(RuntimeError, match=r"^chunk 4$"):
         chunks.read(gather, np.arange(96))
 
 
-def test_a_chunk_of_zero_bytes_is_a_failed_entry(gather: Gather) -> None:
+def test_a_chunk_of_zero_bytes_is_a_failed_chunk(gather: Gather) -> None:
     chunks = Chunks([by_python(redundant(28_800), 1, 2400, "zstd", shuffle=False)] * 2, 600)
     chunks.packed[1] = np.zeros(chunks.sizes[1], np.uint8)
 
-    with pytest.raises(RuntimeError, match=r"^entry 48$"):
+    with pytest.raises(RuntimeError, match=r"^chunk 4$"):
         chunks.read(gather, np.arange(96))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,8 +19,10 @@ from zbuffer.errors import (
 )
 from zbuffer.forking import call_in_child
 from zbuffer.loading.batch import Assembler, Batch
-from zbuffer.loading.loader import Loader, LoaderOptions
+from zbuffer.loading.loader import Loader, LoaderOptions, check_count
+from zbuffer.loading.maker import BatchMaker
 from zbuffer.loading.memory import Recycler
+from zbuffer.loading.upload import make_uploader
 from zbuffer.reading.chunks import View
 from zbuffer.reading.column import ColumnView
 from zbuffer.reading.follower import Follower
@@ -63,7 +67,8 @@ class Buffer:
         self._forked = False
         self._memory = Recycler()
         self._loaders: list[Loader] = []
-        self._last_assembler: tuple[Any, Any] = (None, None)
+        self._last_maker: tuple[Any, Any] = (None, None)
+        self._random = _Random()
 
     # -- writing -----------------------------------------------------------
 
@@ -297,17 +302,10 @@ class Buffer:
         last before a cut) and steps whose stack was evicted are not drawn.
         """
         self._check_open()
-        options = LoaderOptions(batch_size=batch_size, prefetch=0)
-        assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
-        loader = Loader(
-            self._view,
-            assembler,
-            UniformSampler(),
-            options,
-            self._memory,
-            rng=_generator(seed),
-        )
-        batch: Batch = next(loader)
+        maker = self._sample_maker(frame_stack, n_step, gamma, fields)
+        batch: Batch = maker.make(
+            check_count("batch_size", batch_size, 1), self._random.generator(seed)
+        ).batch
         return batch
 
     def loader(
@@ -345,9 +343,15 @@ class Buffer:
         self._check_open()
         if order != "uniform":
             raise ValueError(f"order must be 'uniform', got {order!r}")
-        options = LoaderOptions(batch_size, device, prefetch, seed, transform)
-        assembler = self._assembler(Window(frame_stack, n_step, gamma), fields)
-        loader = Loader(self._view, assembler, UniformSampler(), options, self._memory)
+        options = LoaderOptions(batch_size, prefetch, seed)
+        # A slot for each batch made ahead, one for the batch being made, and one for
+        # the batch whose copies may still run.
+        uploader = make_uploader(device, options.prefetch + 2, self._memory)
+        assembler = Assembler(
+            self._rows, self.schema, Window(frame_stack, n_step, gamma), _listed(fields)
+        )
+        maker = BatchMaker(self._view, assembler, UniformSampler(), uploader, transform)
+        loader = Loader(maker, options)
         self._loaders = [other for other in self._loaders if not other.closed]
         self._loaders.append(loader)
         return loader
@@ -417,15 +421,19 @@ class Buffer:
 
     # -- inside ------------------------------------------------------------
 
-    def _assembler(self, window: Window, fields: Sequence[str] | None) -> Assembler:
-        """Return the assembler of a window; the last one is kept for the next call."""
-        if fields is not None and not isinstance(fields, str):
-            fields = tuple(fields)
-        last, assembler = self._last_assembler
-        if last != (window, fields):
-            assembler = Assembler(self._rows, self.schema, window, fields)
-            self._last_assembler = ((window, fields), assembler)
-        kept: Assembler = assembler
+    def _sample_maker(
+        self, frame_stack: int | None, n_step: int, gamma: float, fields: Sequence[str] | None
+    ) -> BatchMaker:
+        """Return what makes the batches of :meth:`sample`; the last is kept for the next call."""
+        wanted = (frame_stack, n_step, gamma, _listed(fields))
+        last, maker = self._last_maker
+        if last != wanted:
+            window = Window(frame_stack, n_step, gamma)
+            assembler = Assembler(self._rows, self.schema, window, wanted[3])
+            uploader = make_uploader(None, 1, self._memory)
+            maker = BatchMaker(self._view, assembler, UniformSampler(), uploader)
+            self._last_maker = (wanted, maker)
+        kept: BatchMaker = maker
         return kept
 
     def _view(self) -> View:
@@ -437,6 +445,7 @@ class Buffer:
         self._forked = True
         # A thread of the parent may have held its lock.
         self._memory = Recycler()
+        self._last_maker = (None, None)
         if isinstance(self._source, Writer) and not self._closed:
             self._source = Follower(self._store, self._source.commit, self._rows.on_change)
 
@@ -455,7 +464,24 @@ class Buffer:
             raise ClosedError(f"the buffer at {self.path} is closed")
 
 
-def _generator(seed: int | np.random.Generator | None) -> np.random.Generator:
-    if isinstance(seed, np.random.Generator):
-        return seed
-    return generator(secrets.randbits(63) if seed is None else seed, 0)
+def _listed(fields: Sequence[str] | None) -> Sequence[str] | None:
+    return fields if fields is None or isinstance(fields, str) else tuple(fields)
+
+
+class _Random(threading.local):
+    """The generators of :meth:`Buffer.sample`, one set for each thread."""
+
+    def __init__(self) -> None:
+        self._own: np.random.Generator | None = None
+        self._pid = 0
+
+    def generator(self, seed: int | np.random.Generator | None) -> np.random.Generator:
+        """Return the numbers that a seed names; without one, new ones."""
+        if isinstance(seed, np.random.Generator):
+            return seed
+        if seed is not None:
+            return generator(check_count("seed", seed, 0), 0)
+        if self._own is None or self._pid != os.getpid():
+            # A forked child draws numbers of its own.
+            self._own, self._pid = generator(secrets.randbits(63), 0), os.getpid()
+        return self._own

@@ -5,24 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from zbuffer.errors import ClosedError, RowNotFoundError, ZBufferError
-from zbuffer.loading.batch import Assembler
-from zbuffer.loading.memory import Recycler
+from zbuffer.errors import ClosedError, ZBufferError
+from zbuffer.loading.maker import BatchMaker
 from zbuffer.loading.prefetch import Prefetcher
-from zbuffer.loading.upload import Ready, Transform, make_uploader
-from zbuffer.reading.chunks import View
-from zbuffer.sampling.samplers import Sampler, generator
-
-#: Rows may be evicted between draw and gather; drawing again finds live ones. A writer
-#: that turns a small buffer over faster than a batch is read can win that race often.
-_PATIENCE_S = 30.0
+from zbuffer.loading.upload import Ready
+from zbuffer.sampling.samplers import RandomStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +23,12 @@ class LoaderOptions:
     """How batches are made and handed out; see :meth:`zbuffer.Buffer.loader`."""
 
     batch_size: int = 256
-    device: Any = None
     prefetch: int = 2
     seed: int = 0
-    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("prefetch", 0), ("seed", 0)):
-            value = getattr(self, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole or value < least:
-                raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+            check_count(name, getattr(self, name), least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +62,10 @@ class Loader:
     the prefetch thread.
     """
 
-    def __init__(
-        self,
-        view: Callable[[], View],
-        assembler: Assembler,
-        sampler: Sampler,
-        options: LoaderOptions,
-        memory: Recycler,
-        *,
-        rng: np.random.Generator | None = None,
-    ) -> None:
-        self._view = view
-        self._assembler = assembler
-        self._sampler = sampler
-        # A slot for each batch made ahead, one for the batch being made, and one for
-        # the batch whose copies may still run.
-        self._uploader = make_uploader(options.device, options.prefetch + 2, memory)
+    def __init__(self, maker: BatchMaker, options: LoaderOptions) -> None:
+        self._maker = maker
         self._batch_size = int(options.batch_size)
-        self._seed = int(options.seed)
-        self._transform = options.transform
-        self._rng = rng
+        self._random = RandomStream(int(options.seed))
         self._pid = os.getpid()
         self._step = 0
         self._closed = False
@@ -159,22 +131,22 @@ class Loader:
 
     def _make(self) -> Ready:
         start = time.perf_counter()
-        rng = self._rng or generator(self._seed, self._step)
-        self._uploader.begin()
-        while True:
-            view = self._view()
-            try:
-                windows, weights = self._assembler.draw(self._batch_size, view, self._sampler, rng)
-                assembled = self._assembler.assemble(
-                    windows, view, self._uploader.allocate, weights
-                )
-                break
-            except RowNotFoundError:
-                late = time.perf_counter() - start > _PATIENCE_S
-                if late or self._view().first == view.first:
-                    raise
-        ready = self._uploader.upload(assembled, self._transform)
+        ready = self._maker.make(self._batch_size, self._random.at(self._step))
         self._step += 1
         with self._lock:
             self._make_s += time.perf_counter() - start
         return ready
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return a whole number that is at least so large.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least:
+        raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+    return int(value)

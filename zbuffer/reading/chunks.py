@@ -99,45 +99,13 @@ class FieldChunks:
         DamagedError
             A chunk does not decode to what the schema says.
         """
-        if len(ids) == 0:
+        if self._field.nbytes == 0 or len(ids) == 0:
+            if len(ids) and (ids.min() < view.first or ids.max() >= view.readable_stop):
+                raise _not_found(view, ids)
             return 0
-        if ids.min() < view.first or ids.max() >= view.readable_stop:
-            raise RowNotFoundError(
-                f"rows are {view.first} to {view.stop - 1}, got "
-                f"{int(ids.min())} to {int(ids.max())}"
-            )
-        if self._field.nbytes == 0:
-            return 0
-        order = np.argsort(ids)
-        rows = ids[order]
-        chunks = rows // self._chunk_rows
-        if view.pending is not None:
-            # The pending observation lies behind the rows of its page, which may be full.
-            chunks[rows == view.stop] = view.pending.chunk
-        rows -= chunks * self._chunk_rows
-        addrs, sizes, owners = self._look_up(view, chunks)
-        if view.pending is not None:
-            # Its page itself, not what the table says of its chunk: that may be
-            # sealed by now, and a chunk has no room for one row more.
-            pending = view.pending.columns[self._name]
-            behind = order[np.searchsorted(ids, view.stop, sorter=order) :]
-            if len(behind):
-                addrs[-len(behind) :] = pending.ctypes.data
-                sizes[-len(behind) :] = -len(pending)
-        result = self._gather(
-            dest,
-            self._field.nbytes,
-            self._field.nbytes * self._chunk_rows,
-            addrs,
-            sizes,
-            rows,
-            order,
-            n_threads,
-        )
-        del owners
+        result = self._gather.gather(dest, self._field.nbytes, self._plan(view, ids), n_threads)
         if result < 0:
-            chunk = int(chunks[-1 - result])
-            key = chunk_path(self._name, self._field, chunk)
+            key = chunk_path(self._name, self._field, -1 - result)
             raise DamagedError(f"{self._store.path}/{key} is damaged: it does not decode")
         return result
 
@@ -165,25 +133,39 @@ class FieldChunks:
             for number in [n for n, a in enumerate(self._addrs[at:], self._base + at) if a]:
                 self._drop(number)
 
-    def _look_up(self, view: View, chunks: Array) -> tuple[Array, Array, list[Any]]:
-        """Return address and size for each entry's chunk, and what keeps them alive."""
+    def _plan(self, view: View, ids: Array) -> Any:
+        pending = (-1, 0, 0, 0)
+        if view.pending is not None:
+            # Its page itself, not what the table says of its chunk: that may be
+            # sealed by now, and a chunk has no room for one row more.
+            page = view.pending
+            column = page.columns[self._name]
+            row = view.stop - page.chunk * self._chunk_rows
+            pending = (view.stop, column.ctypes.data, len(column), row)
         with self._lock:
-            self._reserve(view.first // self._chunk_rows, int(chunks[-1]))
-            at = chunks - self._base
-            addrs = self._addrs[at]
-            if not addrs.all():
-                # Not np.unique: its first use imports, which a forked child may wait for.
-                for chunk in sorted(set(chunks[addrs == 0].tolist())):
+            while True:
+                try:
+                    plan = self._gather.plan(
+                        ids,
+                        view.first,
+                        view.readable_stop,
+                        self._chunk_rows,
+                        self._base,
+                        self._addrs,
+                        self._sizes,
+                        self._owners,
+                        pending,
+                    )
+                except IndexError:
+                    raise _not_found(view, ids) from None
+                if not isinstance(plan, list):
+                    break
+                self._reserve(view.first // self._chunk_rows, plan[-1])
+                for chunk in plan:
                     self._load(view, chunk)
-                addrs = self._addrs[at]
-            first = np.ones(len(at), bool)
-            first[1:] = at[1:] != at[:-1]
-            owners = self._owners
-            pinned = [owners[i] for i in at[first].tolist()]
-            sizes = self._sizes[at]
             if len(self._mapped) > MAX_MAPPED:
-                self._trim(set(chunks[first].tolist()))
-            return addrs, sizes, pinned
+                self._trim()
+            return plan
 
     def _reserve(self, first: int, last: int) -> None:
         if not self._owners:
@@ -235,8 +217,13 @@ class FieldChunks:
             self._addrs[at] = 0
             self._mapped.pop(chunk, None)
 
-    def _trim(self, in_use: set[int]) -> None:
-        """Drop the maps made longest ago, but not those of this call."""
-        idle = [chunk for chunk in self._mapped if chunk not in in_use]
-        for chunk in idle[: len(self._mapped) - MAX_MAPPED]:
+    def _trim(self) -> None:
+        """Drop the maps made longest ago; plans hold on to what they use."""
+        for chunk in list(self._mapped)[: len(self._mapped) - MAX_MAPPED]:
             self._drop(chunk)
+
+
+def _not_found(view: View, ids: Array) -> RowNotFoundError:
+    return RowNotFoundError(
+        f"rows are {view.first} to {view.stop - 1}, got {int(ids.min())} to {int(ids.max())}"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
 from zbuffer.forking import call_in_child
 from zbuffer.format.commit import Commit, read_root
-from zbuffer.format.layout import ROOT, TAIL
+from zbuffer.format.layout import LOCK, ROOT, TAIL
 from zbuffer.format.tail import PageState
 from zbuffer.reading.chunks import View
 from zbuffer.storage import Store
@@ -73,6 +73,8 @@ class Follower:
         self._pages: dict[int, Page] = {}
         # Asked for at each look, so the name is put together here.
         self._tail = os.path.join(store.path, TAIL, "")
+        # The rows of a buffer that no writer holds, and the version that this is so of.
+        self._closed: tuple[object, View] | None = None
 
     def renew_lock(self) -> None:
         """Replace the lock, in a forked child."""
@@ -83,14 +85,21 @@ class Follower:
         with self._lock:
             for _ in range(_LOOKS):
                 version = self._store.version(ROOT)
+                if self._closed is not None and self._closed[0] == version:
+                    return self._closed[1]
                 if version != self._version:
                     self._reload(version)
                 view = self._look()
                 # Pages go when their chunk is committed: what was seen holds only
                 # if there was no commit meanwhile.
                 if self._store.version(ROOT) == self._version:
+                    self._closed = (version, view) if self._is_closed() else None
                     return view
         raise DamagedError(f"{self._store.path} changes faster than it can be read")
+
+    def _is_closed(self) -> bool:
+        """Whether there is no writer: the next one takes the lock, then commits, then appends."""
+        return self._store.version(LOCK) is None and self._store.version(TAIL) is None
 
     def _reload(self, version: object) -> None:
         if version is None:

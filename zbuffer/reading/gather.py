@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -14,25 +13,60 @@ Backend = Literal["auto", "native", "ctypes"]
 
 
 class Gather(Protocol):
-    """Fill rows of a batch from chunks; the one hot call.
+    """Wanted rows out of chunks, in two steps; the one hot call."""
 
-    Entries are sorted by chunk, then row. ``sizes`` is the bytes of the entry's
-    chunk, or minus the number of rows where the address is of raw rows. Returns
-    the number of blocks decoded, or minus one minus the entry that failed.
-    """
-
-    def __call__(
+    def plan(
         self,
-        dest: Array,
-        row_nbytes: int,
-        chunk_nbytes: int,
+        ids: Array,
+        first: int,
+        stop: int,
+        chunk_rows: int,
+        base: int,
         addrs: Array,
         sizes: Array,
-        rows: Array,
-        slots: Array,
-        n_threads: int,
-    ) -> int:
-        """Fill ``dest[slots[i]]`` with row ``rows[i]`` of the chunk at ``addrs[i]``."""
+        owners: list[Any],
+        pending: tuple[int, int, int, int],
+        /,
+    ) -> Any:
+        """Find the chunk of each row.
+
+        Parameters
+        ----------
+        ids
+            int64, contiguous, in any order, repeated or not.
+        first, stop
+            Ids that may be asked for.
+        chunk_rows
+            Rows of a chunk.
+        base
+            The chunk that item 0 of the three tables describes.
+        addrs, sizes, owners
+            By chunk: address, or 0 where it is not known; bytes, or minus the rows
+            that are there where the address is of raw rows; what keeps it alive.
+        pending
+            Id of the observation behind the newest row, and where it lies: address
+            and rows of a raw page, and its row there. An id of -1 is none.
+
+        Returns
+        -------
+        plan
+            For :meth:`gather`. It keeps what it points to alive.
+        list of int
+            Instead, the wanted chunks that the tables lack.
+
+        Raises
+        ------
+        IndexError
+            An id outside `first` and `stop`.
+        """
+        ...
+
+    def gather(self, dest: Array, row_nbytes: int, plan: Any, n_threads: int, /) -> int:
+        """Fill ``dest[i]`` with row ``ids[i]``, threads at work without the GIL.
+
+        Returns the number of blocks decoded, or minus one minus the chunk that is
+        damaged.
+        """
         ...
 
 
@@ -57,7 +91,8 @@ def native_module(backend: Backend = "auto") -> Any:
 def make_gather(native: Any) -> Gather:
     """Return the gather of the extension, or the one that needs none."""
     if native is not None:
-        return _native_gather(native)
+        module: Gather = native
+        return module
     from zbuffer.reading.gather_ctypes import CtypesGather
 
     return CtypesGather()
@@ -68,23 +103,3 @@ def default_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), 16)
     return min(os.cpu_count() or 1, 16)
-
-
-def _native_gather(native: Any) -> Gather:
-    gather: Callable[..., int] = native.gather
-
-    def call(
-        dest: Array,
-        row_nbytes: int,
-        chunk_nbytes: int,
-        addrs: Array,
-        sizes: Array,
-        rows: Array,
-        slots: Array,
-        n_threads: int,
-    ) -> int:
-        return gather(
-            dest, row_nbytes, chunk_nbytes, len(rows), addrs, sizes, rows, slots, n_threads
-        )
-
-    return call

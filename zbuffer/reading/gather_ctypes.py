@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,173 +11,187 @@ from typing import Any
 
 import numpy as np
 
+from zbuffer.reading.plan import Plan, make_plan
+
 Array = np.ndarray[Any, Any]
-#: Raw rows are copied in runs of at most this many bytes, so that threads share the work.
-_RAW_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What calls to make, and the request that they serve.
-
-    A run is the wanted rows of one block. It is decoded straight into the batch
-    where its rows and its slots are consecutive, and through scratch otherwise.
+class _Runs:
+    """The wanted rows of one block each: what a single call decodes.
 
     Attributes
     ----------
-    runs
-        Per run: its first entry, one past its last, address and size of its chunk,
-        whether that is a Blosc2 chunk, first row, number of rows from the first to
-        the last, and its slot in the batch, or -1 for scratch.
+    extended
+        Whether the chunk is a Blosc2 chunk, not a Blosc1 chunk.
+    addrs, sizes
+        Of the chunk.
+    starts, nbytes
+        From the first wanted row of the block to the last, in bytes of the chunk.
+    targets
+        Address to decode to: in the batch where the rows are neighbours there too,
+        else in a scratch.
+    chunks
+        Number of the chunk.
     """
 
-    items: Array
-    rows: Array
-    slots: Array
-    runs: list[tuple[int, int, int, int, bool, int, int, int]]
+    extended: list[bool]
+    addrs: list[int]
+    sizes: list[int]
+    starts: list[int]
+    nbytes: list[int]
+    targets: list[int]
+    chunks: list[int]
 
 
 class CtypesGather:
-    """The gather of :class:`zbuffer.reading.gather.Gather`, a call per run of rows.
+    """The gather of :class:`zbuffer.reading.gather.Gather`, a call per block.
+
+    Each call gives the GIL up and takes it again, so a second thread helps less than
+    it does in the extension.
 
     Notes
     -----
-    Safe to call from several threads, and after fork: contexts belong to threads,
-    and threads are started per call.
+    Safe to call from several threads, and after fork: a decoder is used by one thread
+    at a time, and threads are started per call.
     """
 
     def __init__(self) -> None:
         self._lib = _load_blosc2()
-        self._local = threading.local()
+        # Taken and given back whole, so that a forked child finds only idle ones.
+        self._idle: list[tuple[_Context, _Context]] = []
 
-    def __call__(
-        self,
-        dest: Array,
-        row_nbytes: int,
-        chunk_nbytes: int,
-        addrs: Array,
-        sizes: Array,
-        rows: Array,
-        slots: Array,
-        n_threads: int,
-    ) -> int:
-        """Fill rows of `dest`; returns blocks decoded, or minus one minus the failed entry."""
-        items = dest.reshape(-1).view(np.uint8)[: dest.nbytes // row_nbytes * row_nbytes]
-        items = items.reshape(-1, row_nbytes)
-        limit = np.where(sizes < 0, -sizes, chunk_nbytes // row_nbytes)
-        if ((rows < 0) | (rows >= limit) | (slots < 0) | (slots >= len(items))).any():
-            raise ValueError("an entry lies outside its chunk or the batch")
-        if len(rows) == 0:
+    def plan(self, *args: Any) -> Plan | list[int]:
+        """Find the chunk of each row."""
+        return make_plan(*args)
+
+    def gather(self, dest: Array, row_nbytes: int, plan: Plan, n_threads: int) -> int:
+        """Fill rows of `dest`; returns blocks decoded, or minus one minus the damaged chunk."""
+        n = len(plan.ids)
+        if row_nbytes <= 0 or dest.nbytes < n * row_nbytes:
+            raise ValueError("the batch has no room for the rows of the plan")
+        items = dest.reshape(-1).view(np.uint8)[: n * row_nbytes].reshape(n, row_nbytes)
+        packed = np.flatnonzero(plan.sizes >= 0)
+        if len(packed) < n:
+            _copy_raw(items, plan)
+        if len(packed) == 0:
             return 0
-        chunk_starts, heads = self._heads(addrs, sizes, chunk_nbytes)
-        if heads[-1][0] <= 0:
-            return -1 - int(chunk_starts[len(heads) - 1])
-        runs = _runs(addrs, sizes, rows, slots, row_nbytes, chunk_starts, heads)
-        plan = _Plan(items, rows, slots, runs)
-        n_threads = max(1, min(n_threads, len(runs) // 8))
+        heads = self._heads(plan, packed, row_nbytes * plan.chunk_rows)
+        if isinstance(heads, int):
+            return -1 - heads
+        runs, scratch, slots, places = _runs(items, plan, packed, *heads)
+        n_runs = len(runs.addrs)
+        n_threads = max(1, min(n_threads, n_runs // 8))
         if n_threads == 1:
-            return self._work(plan, 0, 1)
-        with ThreadPoolExecutor(n_threads - 1) as pool:
-            others = [pool.submit(self._work, plan, i, n_threads) for i in range(1, n_threads)]
-            results = [self._work(plan, 0, n_threads), *(other.result() for other in others)]
-        return next((r for r in results if r < 0), sum(results))
+            damaged = self._decode(runs, 0, 1)
+        else:
+            with ThreadPoolExecutor(n_threads - 1) as pool:
+                others = [
+                    pool.submit(self._decode, runs, i, n_threads) for i in range(1, n_threads)
+                ]
+                results = [self._decode(runs, 0, n_threads), *(o.result() for o in others)]
+            damaged = next((r for r in results if r is not None), None)
+        if damaged is not None:
+            return -1 - damaged
+        items[slots] = scratch[places]
+        return n_runs
 
-    def _work(self, plan: _Plan, share: int, n_shares: int) -> int:
-        """Do every `n_shares`-th run; returns how many, or minus one minus the failed entry."""
-        contexts = self._contexts()
-        getitem = self._lib.blosc2_getitem_bytes_ctx
-        row_nbytes = plan.items.shape[1]
-        base = plan.items.ctypes.data
-        runs = plan.runs[share::n_shares]
-        for start, stop, addr, size, extended, row, count, slot in runs:
-            nbytes = count * row_nbytes
-            scratch = None
-            if slot >= 0:
-                target = base + slot * row_nbytes
-            else:
-                scratch = np.empty((count, row_nbytes), np.uint8)
-                target = scratch.ctypes.data
-            if size < 0:
-                ctypes.memmove(target, addr + row * row_nbytes, nbytes)
-            else:
-                context = contexts[extended].handle
-                got = getitem(context, addr, size, row * row_nbytes, nbytes, target, nbytes)
-                if got != nbytes:
-                    # A context that met a damaged chunk may not be used again.
-                    self._local.contexts = None
-                    return -1 - start
-            if scratch is not None:
-                plan.items[plan.slots[start:stop]] = scratch[plan.rows[start:stop] - row]
-        return len(runs)
+    def _decode(self, runs: _Runs, share: int, n_shares: int) -> int | None:
+        """Decode every `n_shares`-th run; returns the chunk that is damaged, if one is."""
+        try:
+            contexts = self._idle.pop()
+        except IndexError:
+            contexts = (_Context(self._lib), _Context(self._lib))
+        mine = slice(share, None, n_shares)
+        nbytes = runs.nbytes[mine]
+        # The loop is map()'s: the less is done with the GIL between two calls, the
+        # less do threads wait for each other.
+        results = map(
+            self._lib.blosc2_getitem_bytes_ctx,
+            [contexts[extended].handle for extended in runs.extended[mine]],
+            runs.addrs[mine],
+            runs.sizes[mine],
+            runs.starts[mine],
+            nbytes,
+            runs.targets[mine],
+            nbytes,
+        )
+        for at, (got, wanted) in enumerate(zip(results, nbytes, strict=True)):
+            if got != wanted:
+                # A context that met a damaged chunk may not be used again.
+                return runs.chunks[mine][at]
+        self._idle.append(contexts)
+        return None
 
-    def _heads(
-        self, addrs: Array, sizes: Array, chunk_nbytes: int
-    ) -> tuple[Array, list[tuple[int, bool]]]:
-        """Return the first entry of each chunk, and its block size and kind.
-
-        Stops at a chunk whose header does not fit, with -1 for it.
-        """
+    def _heads(self, plan: Plan, packed: Array, chunk_nbytes: int) -> tuple[Array, Array] | int:
+        """Return block size and kind of each packed entry's chunk, or the damaged chunk."""
+        addrs = plan.addrs[packed]
         new = np.ones(len(addrs), bool)
         new[1:] = addrs[1:] != addrs[:-1]
         starts = np.flatnonzero(new)
         heads = []
-        for addr, size in zip(addrs[starts].tolist(), sizes[starts].tolist(), strict=True):
+        for entry in packed[starts].tolist():
+            addr, size = int(plan.addrs[entry]), int(plan.sizes[entry])
             heads.append(_head(self._lib, addr, size, chunk_nbytes))
             if heads[-1][0] <= 0:
-                break
-        return starts, heads
+                return int(plan.ids[entry]) // plan.chunk_rows
+        lengths = np.diff(np.append(starts, len(packed)))
+        block_nbytes, extended = (np.repeat(values, lengths) for values in zip(*heads, strict=True))
+        return block_nbytes, extended
 
-    def _contexts(self) -> tuple[_Context, _Context]:
-        """Return this thread's contexts, for Blosc1 and for Blosc2 chunks.
 
-        What the extended header of the latter has set is not reset by the short one
-        of the former.
-        """
-        contexts: tuple[_Context, _Context] | None = getattr(self._local, "contexts", None)
-        if contexts is None:
-            contexts = self._local.contexts = (_Context(self._lib), _Context(self._lib))
-        return contexts
+def _copy_raw(items: Array, plan: Plan) -> None:
+    """Copy the entries that lie in raw pages."""
+    entries = np.flatnonzero(plan.sizes < 0)
+    addrs = plan.addrs[entries]
+    for addr in sorted(set(addrs.tolist())):
+        here = entries[addrs == addr]
+        nbytes = -int(plan.sizes[here[0]]) * items.shape[1]
+        memory = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(addr), np.uint8)
+        items[plan.slots[here]] = memory.reshape(-1, items.shape[1])[plan.rows[here]]
 
 
 def _runs(
-    addrs: Array,
-    sizes: Array,
-    rows: Array,
-    slots: Array,
-    row_nbytes: int,
-    chunk_starts: Array,
-    heads: list[tuple[int, bool]],
-) -> list[tuple[int, int, int, int, bool, int, int, int]]:
-    n = len(rows)
-    lengths = np.diff(np.append(chunk_starts, n))
-    block_nbytes, extended = (np.repeat(values, lengths) for values in zip(*heads, strict=True))
+    items: Array, plan: Plan, packed: Array, block_nbytes: Array, extended: Array
+) -> tuple[_Runs, Array, Array, Array]:
+    """Return the runs, a scratch, and which slots take which rows of it afterwards."""
+    n, row_nbytes = len(packed), items.shape[1]
+    addrs, rows, slots = plan.addrs[packed], plan.rows[packed], plan.slots[packed]
     blocks = rows * row_nbytes // block_nbytes
     new = np.ones(n, bool)
-    new[1:] = blocks[1:] != blocks[:-1]
-    new[chunk_starts] = True
+    new[1:] = (blocks[1:] != blocks[:-1]) | (addrs[1:] != addrs[:-1])
     # Whether an entry goes on where the one before it ended, in its chunk and in the batch.
     goes_on = np.ones(n, bool)
     goes_on[1:] = (np.diff(rows) == 1) & (np.diff(slots) == 1)
     start = np.flatnonzero(new)
     stop = np.append(start[1:], n)
     straight = np.logical_and.reduceat(goes_on | new, start)
-    columns = (
-        start,
-        stop,
-        addrs[start],
-        sizes[start],
-        extended[start],
-        rows[start],
-        rows[stop - 1] - rows[start] + 1,
-        np.where(straight, slots[start], -1),
+    counts = rows[stop - 1] - rows[start] + 1
+    ends = np.cumsum(np.where(straight, 0, counts))
+    scratch = np.empty((int(ends[-1]), row_nbytes), np.uint8)
+    offsets = ends - counts
+    targets = np.where(
+        straight,
+        items.ctypes.data + slots[start] * row_nbytes,
+        scratch.ctypes.data + offsets * row_nbytes,
     )
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    later = ~np.repeat(straight, stop - start)
+    places = rows + np.repeat(offsets - rows[start], stop - start)
+    first = packed[start]
+    columns = (
+        extended[start],
+        addrs[start],
+        plan.sizes[first],
+        rows[start] * row_nbytes,
+        counts * row_nbytes,
+        targets,
+        plan.ids[first] // plan.chunk_rows,
+    )
+    return _Runs(*(column.tolist() for column in columns)), scratch, slots[later], places[later]
 
 
 def _head(lib: ctypes.CDLL, addr: int, size: int, chunk_nbytes: int) -> tuple[int, bool]:
     """Return a chunk's block size, -1 where its header does not fit, and if it is Blosc2's."""
-    if size < 0:
-        return _RAW_NBYTES, False
     if size < 16:
         return -1, False
     nbytes, cbytes, blocksize = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32()
