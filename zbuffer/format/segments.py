@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
@@ -10,8 +11,10 @@ import numpy as np
 from zbuffer.errors import DamagedError
 from zbuffer.format.layout import SEGMENT_CHUNK
 
+Array = np.ndarray[Any, Any]
 
-def encode_segments(rows: np.ndarray[Any, Any]) -> bytes:
+
+def encode_segments(rows: Array) -> bytes:
     """Return one chunk of the table: up to 256 rows of (lane, first step, rows used)."""
     full = np.zeros((SEGMENT_CHUNK, 3), "<i8")
     full[: len(rows)] = rows
@@ -20,7 +23,7 @@ def encode_segments(rows: np.ndarray[Any, Any]) -> bytes:
     return data + checksum
 
 
-def decode_segments(data: bytes, where: str) -> np.ndarray[Any, Any]:
+def decode_segments(data: bytes, where: str) -> Array:
     """Return one chunk of the table as int64 (256, 3)."""
     body, checksum = data[:-4], data[-4:]
     if len(body) != SEGMENT_CHUNK * 24:
@@ -28,3 +31,53 @@ def decode_segments(data: bytes, where: str) -> np.ndarray[Any, Any]:
     if google_crc32c.value(body).to_bytes(4, "little") != checksum:
         raise DamagedError(f"{where} does not match its checksum")
     return np.frombuffer(body, "<i8").reshape(SEGMENT_CHUNK, 3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Which rows there are where ids have gaps: the segment table of one moment.
+
+    Attributes
+    ----------
+    segment_rows
+        Ids of a segment.
+    first
+        Index of the segment that item 0 of the arrays describes.
+    lane, used
+        int64 (n,): the lane of each segment, and how many of its ids are rows.
+    bounds
+        int64 (n + 1,): rows before each segment.
+    following, preceding
+        int64 (n,): the id that follows the segment's last row in its lane, and the
+        id before its first row; -1 where there is none. Behind the newest row of a
+        lane it is the id of the row that is to come, if the segment has room for it.
+    """
+
+    segment_rows: int
+    first: int
+    lane: Array
+    used: Array
+    bounds: Array
+    following: Array
+    preceding: Array
+
+    @classmethod
+    def of(cls, segment_rows: int, first: int, lane: Array, used: Array) -> Segments:
+        """Link the segments of each lane."""
+        n = len(lane)
+        start = (first + np.arange(n)) * segment_rows
+        following = np.where(used < segment_rows, start + used, -1)
+        preceding = np.full(n, -1)
+        order = np.argsort(lane, kind="stable")
+        # An empty segment is passed over, unless it is its lane's newest: there the
+        # next row will be.
+        newest = np.ones(n, bool)
+        newest[:-1] = lane[order][1:] != lane[order][:-1]
+        order = order[(used[order] > 0) | newest]
+        if len(order) > 1:
+            same = lane[order][1:] == lane[order][:-1]
+            before, after = order[:-1][same], order[1:][same]
+            following[before] = start[after]
+            preceding[after] = start[before] + used[before] - 1
+        bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(used, dtype=np.int64)))
+        return cls(segment_rows, first, lane, used, bounds, following, preceding)

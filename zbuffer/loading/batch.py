@@ -11,7 +11,8 @@ import numpy as np
 from zbuffer.errors import SampleError, SchemaError
 from zbuffer.reading.chunks import View
 from zbuffer.reading.rows import Rows
-from zbuffer.sampling.samplers import RowRange, Sampler
+from zbuffer.sampling.rowset import RowSet
+from zbuffer.sampling.samplers import Sampler
 from zbuffer.sampling.windows import Lookups, Window, Windows, join, resolve, select
 from zbuffer.schema import Schema
 
@@ -112,12 +113,13 @@ class Assembler:
         if view.stop <= view.first:
             raise SampleError("the buffer is empty: append rows before sampling")
         lookups = self._lookups(view)
+        rows = RowSet(view.first, view.stop, self._rows.chunk_rows, self._rows.block_rows)
         parts: list[Windows] = []
         weights: list[Array] = []
         missing = n
         for _ in range(_MAX_DRAWS):
             # A few more than missing: rows without a window are drawn, and left out.
-            drawn = sampler.draw(missing + 8 + missing // 16, RowRange(view.first, view.stop), rng)
+            drawn = sampler.draw(missing + 8 + missing // 16, rows, rng)
             windows, valid = resolve(drawn.ids, self._window, lookups)
             keep = np.flatnonzero(valid)[:missing]
             parts.append(select(windows, keep))

@@ -39,7 +39,8 @@ class Rows:
     ) -> None:
         self.fields = commit.fields
         self.n_threads = n_threads
-        self._chunk_rows = commit.chunk_rows
+        self.chunk_rows = commit.chunk_rows
+        self.block_rows = _block_rows(commit)
         self._chunks = {
             name: FieldChunks(store, name, field, commit.chunk_rows, gather)
             for name, field in self.fields.items()
@@ -136,4 +137,10 @@ class Rows:
         """Let go of what a commit has made old: evicted chunks, and the last one."""
         self.forget_before(new)
         for chunks in self._chunks.values():
-            chunks.forget_from(old.rows // self._chunk_rows)
+            chunks.forget_from(old.rows // self.chunk_rows)
+
+
+def _block_rows(commit: Commit) -> int:
+    """Return how many rows of the largest field are decoded together."""
+    largest = max(commit.fields, key=lambda name: commit.fields[name].nbytes)
+    return commit.codecs[largest].block_rows or 1

@@ -11,44 +11,45 @@ import numpy as np
 # would wait for in vain.
 import numpy.random
 
+from zbuffer.sampling.rowset import RowSet
 
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    """The readable rows of a buffer: ids in ``[first, stop)``.
-
-    Ids only grow, so an id names one row for ever: a stale id is found by
-    comparison, never mistaken for the row that took its place.
-    """
-
-    first: int
-    stop: int
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     """A sampler's answer: int64 row ids, with float64 weights where it has them."""
 
-    ids: np.ndarray[Any, Any]
-    weights: np.ndarray[Any, Any] | None = None
+    ids: Array
+    weights: Array | None = None
 
 
 class Sampler(Protocol):
     """Chooses rows; the seam for a sampler of your own.
 
     A draw depends on the sampler's state, `rows` and `rng`, and on nothing else.
+    A sampler may also have
+
+    ``replacement``
+        False where each row is drawn once at most, until all were: such a sampler is
+        asked for no row that is not used, and answers with fewer than `n` rows where
+        no more are left, with none at the end of an epoch.
+    ``state_dict()``, ``load_state_dict(state)``
+        What it must keep, beside seed and step, for the same draws to follow: plain
+        values that JSON can hold.
     """
 
-    def draw(self, n: int, rows: RowRange, rng: np.random.Generator, /) -> Draw:
-        """Choose `n` ids inside `rows`, which is never empty."""
+    def draw(self, n: int, rows: RowSet, rng: np.random.Generator, /) -> Draw:
+        """Choose `n` ids of `rows`, which is never empty."""
         ...
 
 
 class UniformSampler:
     """Every row with the same probability, with replacement."""
 
-    def draw(self, n: int, rows: RowRange, rng: np.random.Generator, /) -> Draw:
-        """Choose `n` ids inside `rows`."""
-        return Draw(rng.integers(rows.first, rows.stop, n))
+    def draw(self, n: int, rows: RowSet, rng: np.random.Generator, /) -> Draw:
+        """Choose `n` ids of `rows`."""
+        return Draw(rows.ids(rng.integers(0, len(rows), n)))
 
 
 class RandomStream:
