@@ -29,7 +29,10 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             "zbuffer.reading._gather",
-            [f"zbuffer/reading/{name}.c" for name in ("_gather", "_plan", "_encode", "_map")],
+            [
+                f"zbuffer/reading/{name}.c"
+                for name in ("_gather", "_plan", "_windows", "_encode", "_map")
+            ],
             depends=["zbuffer/reading/_native.h"],
             include_dirs=[str(home / "include")],
             extra_objects=[str(archive)],

@@ -319,7 +319,8 @@ def damaged_roots() -> Iterator[Any]:
         "notes": [None, -1, "x"],
         "capacity_rows": [-1, "x", 0],
         "capacity_nbytes": [-1, "x", []],
-        "lanes": [None, 2],
+        "lanes": [None, 0, "2"],
+        "segment_rows": [None, 0, 7],
     }
     for key, values in wrong.items():
         for value in values:

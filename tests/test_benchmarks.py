@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["sample", "append", "million"])
+@pytest.mark.parametrize("name", ["sample", "append", "million", "sampling"])
 def test_a_benchmark_runs_at_toy_size(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--toy"], capture_output=True, text=True

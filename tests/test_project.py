@@ -18,10 +18,12 @@ import zbuffer
 PACKAGE = Path(zbuffer.__file__).parent
 #: Rooms from the top of the house to its ground: imports go down only.
 FLOORS = [
+    {"adapters"},
     {"zbuffer"},
+    {"many"},
     {"opening", "testing"},
     {"buffer"},
-    {"summary"},
+    {"source", "summary"},
     {"loading", "writing"},
     {"sampling", "reading"},
     {"storage"},

@@ -21,8 +21,11 @@ from zbuffer.errors import (
 from zbuffer.format.geometry import Codec
 from zbuffer.loading.batch import Batch
 from zbuffer.loading.loader import Loader
+from zbuffer.many import BufferGroup, open_many
 from zbuffer.opening import create, open
 from zbuffer.sampling.episodes import Episode, Episodes
+from zbuffer.sampling.rowset import RowSet
+from zbuffer.sampling.samplers import Draw, Sampler
 from zbuffer.schema import Field, Schema
 
 __version__ = "0.1.0"
@@ -31,11 +34,13 @@ __all__ = [
     "Batch",
     "Buffer",
     "BufferExistsError",
+    "BufferGroup",
     "BufferLockedError",
     "BufferNotFoundError",
     "ClosedError",
     "Codec",
     "DamagedError",
+    "Draw",
     "Episode",
     "EpisodeError",
     "Episodes",
@@ -44,11 +49,14 @@ __all__ = [
     "NotABufferError",
     "ReadOnlyError",
     "RowNotFoundError",
+    "RowSet",
     "SampleError",
+    "Sampler",
     "Schema",
     "SchemaError",
     "StorageError",
     "ZBufferError",
     "create",
     "open",
+    "open_many",
 ]

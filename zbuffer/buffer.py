@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,25 +16,33 @@ from zbuffer.errors import (
     ZBufferError,
 )
 from zbuffer.forking import call_in_child
-from zbuffer.loading.batch import Assembler, Batch
-from zbuffer.loading.loader import Loader, LoaderOptions, check_count
-from zbuffer.loading.maker import BatchMaker
-from zbuffer.loading.memory import Recycler
-from zbuffer.loading.upload import make_uploader
+from zbuffer.loading.batch import Assembled, Assembler, Batch
+from zbuffer.loading.drawing import row_set
+from zbuffer.loading.maker import Assembling, BatchMaker
+from zbuffer.loading.orders import make_sampler
+from zbuffer.loading.priorities import Priorities
+from zbuffer.loading.sequences import SequenceAssembler
+from zbuffer.loading.upload import Transform, Uploader
 from zbuffer.reading.chunks import View
 from zbuffer.reading.column import ColumnView
 from zbuffer.reading.follower import Follower
 from zbuffer.reading.rows import Rows
 from zbuffer.sampling.episodes import Episodes
-from zbuffer.sampling.samplers import UniformSampler, generator
-from zbuffer.sampling.windows import Window
+from zbuffer.sampling.rowset import RowSet
+from zbuffer.sampling.sequences import Span
 from zbuffer.schema import STEP_TYPE, Schema
+from zbuffer.source import BatchSource, Request
 from zbuffer.storage.local import LocalStore, WriterLock
 from zbuffer.summary import summary
+from zbuffer.writing.keep_priorities import Kept, PriorityStore
+from zbuffer.writing.lanes import LaneWriter
 from zbuffer.writing.writer import Writer
 
+#: Priorities are written at most so long after they have changed.
+_SAVE_EVERY_S = 60.0
 
-class Buffer:
+
+class Buffer(BatchSource):
     """A replay buffer on disk; make it with :func:`create` or :func:`open`.
 
     ``len(buffer)`` is the number of steps. ``buffer["obs"]`` is array-like over the
@@ -52,7 +58,7 @@ class Buffer:
         self,
         store: LocalStore,
         rows: Rows,
-        source: Writer | Follower,
+        source: Writer | LaneWriter | Follower,
         lock: WriterLock | None,
         *,
         native: bool,
@@ -65,10 +71,10 @@ class Buffer:
         self._native = native
         self._closed = False
         self._forked = False
-        self._memory = Recycler()
-        self._loaders: list[Loader] = []
-        self._last_maker: tuple[Any, Any] = (None, None)
-        self._random = _Random()
+        self._priorities = Priorities(self._load_priorities)
+        self._priority_store = PriorityStore(store)
+        self._saved_at = time.monotonic()
+        super().__init__()
 
     # -- writing -----------------------------------------------------------
 
@@ -79,7 +85,9 @@ class Buffer:
         ----------
         **row
             Every field of the schema: NumPy arrays, torch tensors, or Python
-            scalars for scalar fields; dicts and tuples for nested fields. With
+            scalars for scalar fields; dicts and tuples for nested fields. In a buffer
+            with lanes each has a leading axis of lanes, and ``lanes=[3, 7]`` says which
+            if it is not all of them. With
             ``next_obs=`` (transition style) the observation after the step is kept
             until the next row repeats it, or the episode ends. Without it (stream
             style), :meth:`end_episode` brings the final observation.
@@ -101,7 +109,11 @@ class Buffer:
         returned survives the death of this process. Python floats (np.float64
         scalars are such) are rounded to the field's dtype; all else is exact.
         """
-        self._writer().append(row)
+        writer = self._writer()
+        if isinstance(writer, LaneWriter):
+            writer.append(row, row.pop("lanes", None))
+        else:
+            writer.append(row)
 
     def extend(self, **rows: Any) -> int:
         """Add many steps of one time line; returns how many.
@@ -109,8 +121,8 @@ class Buffer:
         Parameters
         ----------
         **rows
-            As in :meth:`append`, each with a leading axis of steps. Episodes end
-            where ``terminated`` or ``truncated`` says so.
+            As in :meth:`append`, each with a leading axis of steps, before that of
+            lanes. Episodes end where ``terminated`` or ``truncated`` says so.
 
         Raises
         ------
@@ -119,7 +131,10 @@ class Buffer:
         StorageError
             The disk is full; the steps that fitted are stored.
         """
-        return self._writer().extend(rows)
+        writer = self._writer()
+        if isinstance(writer, LaneWriter):
+            return writer.extend(rows, lanes=rows.pop("lanes", None))
+        return writer.extend(rows)
 
     def add_episode(self, **rows: Any) -> int:
         """Add one whole episode; returns its number of steps.
@@ -129,9 +144,13 @@ class Buffer:
         **rows
             Arrays with a leading axis of ``T`` steps. Observations may have
             ``T + 1`` items: the last is the final one. ``terminated`` and
-            ``truncated`` may be left out, or be one bool for the last step.
+            ``truncated`` may be left out, or be one bool for the last step. In a
+            buffer with lanes, ``lane=3`` says where it goes; 0 by default.
         """
-        return self._writer().add_episode(rows)
+        writer = self._writer()
+        if isinstance(writer, LaneWriter):
+            return writer.add_episode(rows, lane=rows.pop("lane", 0))
+        return writer.add_episode(rows)
 
     def end_episode(self, **final_observation: Any) -> None:
         """End the running episode.
@@ -140,13 +159,19 @@ class Buffer:
         ----------
         **final_observation
             The observation after the last step (``obs=...``). Not needed if the
-            last step came with its ``next_obs``.
+            last step came with its ``next_obs``. In a buffer with lanes it has a
+            leading axis, and ``lanes=`` says which end; all that run by default.
         """
-        self._writer().end_episode(final_observation)
+        writer = self._writer()
+        if isinstance(writer, LaneWriter):
+            writer.end_episode(final_observation, final_observation.pop("lanes", None))
+        else:
+            writer.end_episode(final_observation)
 
     def flush(self) -> None:
         """Seal and commit all rows, so that readers on other machines see them."""
         self._writer().flush()
+        self._save_priorities()
 
     def close(self) -> None:
         """End the running episode, commit all rows, and give the lock up.
@@ -156,11 +181,11 @@ class Buffer:
         if self._closed:
             return
         self._closed = True
-        for loader in self._loaders:
-            loader.close()
+        self._close_loaders()
         try:
-            if isinstance(self._source, Writer):
+            if isinstance(self._source, Writer | LaneWriter):
                 self._source.close()
+                self._save_priorities()
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -220,11 +245,12 @@ class Buffer:
         ids = np.asarray(ids)
         if ids.dtype.kind not in "iu":
             raise RowNotFoundError(f"row ids are whole numbers, got {ids.dtype}")
-        view = View(view.first, view.stop, view.pages)
-        if ids.size and (ids.min() < view.first or ids.max() >= view.stop):
-            raise RowNotFoundError(
-                f"rows are {view.first} to {view.stop - 1}, got {ids.min()} to {ids.max()}"
-            )
+        there = view.contains(ids)
+        if not there.all():
+            which = f"got {ids.min()} to {ids.max()}"
+            if view.first <= ids.min() and ids.max() < view.stop:
+                which = f"but none is {ids[~there].reshape(-1)[0]}"
+            raise RowNotFoundError(f"rows are {view.first} to {view.stop - 1}, {which}")
         names = self.keys() if fields is None else fields
         for name in names:
             self[name]
@@ -234,127 +260,93 @@ class Buffer:
     def episodes(self) -> Episodes:
         """The episodes, oldest first: start, stop, length, return and how each ended."""
         view = self._view()
-        ids = np.arange(view.first, view.stop)
         schema = self.schema
+        ids = view.ids(np.arange(view.n_rows))
+        lanes = np.zeros(len(ids), np.int64)
+        if view.segments is not None:
+            lanes = view.segments.lanes(ids)
+            order = np.argsort(lanes, kind="stable")
+            ids, lanes = ids[order], lanes[order]
 
         def column(role: str) -> Any:
             name = schema.named(role)
             return None if name is None else self._rows.take(view, name, ids)
 
         return Episodes(
-            view.first,
+            ids,
+            lanes,
             self._rows.take(view, STEP_TYPE, ids),
             column("reward"),
             column("terminated"),
             column("truncated"),
-            running=view.running,
+            running=view.running_lanes(lanes),
         )
 
     # -- sampling ----------------------------------------------------------
 
-    def sample(
-        self,
-        batch_size: int = 256,
-        *,
-        frame_stack: int | None = None,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        fields: Sequence[str] | None = None,
-        seed: int | np.random.Generator | None = None,
-    ) -> Batch:
-        """Draw steps uniformly, with replacement.
+    def update_priorities(self, indices: Any, priorities: Any) -> int:
+        """Set the priorities of rows, for ``order="prioritized"``.
 
         Parameters
         ----------
-        batch_size
-            Number of steps ``B``.
-        frame_stack
-            Observations per stack, within the episode, its first one repeated
-            before its start. Adds an axis: ``(B, frame_stack, *item)``. By
-            default one observation, without that axis.
-        n_step, gamma
-            ``reward`` is the discounted sum of up to `n_step` rewards, stopping
-            where the episode ends; ``next_obs`` is the observation after them.
-        fields
-            Names to deliver, ``"next_obs"`` among them; all by default.
-        seed
-            A number or a generator, for draws that can be repeated.
+        indices
+            int64 row ids, the ``indices`` of a batch.
+        priorities
+            As many numbers above 0.
 
         Returns
         -------
-        Batch
-            NumPy arrays: the fields, ``next_obs``, and ``indices`` (int64 row ids),
-            ``n_steps`` (int64, how many rewards were summed), ``discount``
-            (float32, ``gamma ** n_steps``, 0 where the episode terminated: what
-            the value of ``next_obs`` is multiplied with) and ``mask`` (bool,
-            False where no observation after the steps is stored, which is only
-            so at terminated steps). With ``n_step=1``, ``obs`` and ``next_obs``
-            are overlapping views of one array.
+        int
+            How many were ignored: their row was evicted meanwhile.
 
         Raises
         ------
         SampleError
-            The buffer is empty, or no row has such a window.
+            A priority is NaN, infinite, zero or negative; nothing has changed.
 
         Notes
         -----
-        Steps without a stored observation after them (the newest of a stream, the
-        last before a cut) and steps whose stack was evicted are not drawn.
+        Priorities are kept with the buffer: they are written by :meth:`flush`, by
+        :meth:`close`, and at most a minute after an update; a process that is killed
+        loses those since. Those that a reader sets are its own, and end with it.
         """
-        self._check_open()
-        maker = self._sample_maker(frame_stack, n_step, gamma, fields)
-        batch: Batch = maker.make(
-            check_count("batch_size", batch_size, 1), self._random.generator(seed)
-        ).batch
-        return batch
+        rows = row_set(self._rows, self._view())
+        ignored = self._priorities.update(rows, indices, priorities)
+        if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
+            self._save_priorities()
+        return ignored
 
-    def loader(
-        self,
-        batch_size: int = 256,
-        *,
-        frame_stack: int | None = None,
-        n_step: int = 1,
-        gamma: float = 0.99,
-        fields: Sequence[str] | None = None,
-        order: Literal["uniform"] = "uniform",
-        device: Any = None,
-        prefetch: int = 2,
-        seed: int = 0,
-        transform: Callable[[Batch], Any] | None = None,
-    ) -> Loader:
-        """Return an endless iterator of batches, made ahead on a thread.
-
-        Parameters
-        ----------
-        batch_size, frame_stack, n_step, gamma, fields
-            As in :meth:`sample`.
-        order
-            ``"uniform"``: every step with the same probability, with replacement.
-        device
-            None for NumPy arrays; ``"cpu"`` for torch tensors; ``"cuda"`` for
-            tensors there, copied from pinned memory on a stream of their own.
-        prefetch
-            Batches made ahead; 0 makes each when it is asked for.
-        seed
-            With the same seed and the same rows, the same batches follow.
-        transform
-            Called with each batch on the prefetch thread; its answer is handed out.
-        """
-        self._check_open()
-        if order != "uniform":
-            raise ValueError(f"order must be 'uniform', got {order!r}")
-        options = LoaderOptions(batch_size, prefetch, seed)
-        # A slot for each batch made ahead, one for the batch being made, and one for
-        # the batch whose copies may still run.
-        uploader = make_uploader(device, options.prefetch + 2, self._memory)
-        assembler = Assembler(
-            self._rows, self.schema, Window(frame_stack, n_step, gamma), _listed(fields)
+    def _make_maker(
+        self, request: Request, uploader: Uploader, transform: Transform | None
+    ) -> BatchMaker:
+        sampler = make_sampler(
+            request.order,
+            dict(request.order_options),
+            request.batch_size,
+            self._priorities,
+            seed=request.seed,
+            rank=request.rank,
+            world_size=request.world_size,
         )
-        maker = BatchMaker(self._view, assembler, UniformSampler(), uploader, transform)
-        loader = Loader(maker, options)
-        self._loaders = [other for other in self._loaders if not other.closed]
-        self._loaders.append(loader)
-        return loader
+        assembler: Assembling
+        if isinstance(request.shape, Span):
+            assembler = SequenceAssembler(self._rows, self.schema, request.shape, request.fields)
+        else:
+            assembler = Assembler(self._rows, self.schema, request.shape, request.fields)
+        return BatchMaker(self._view, assembler, sampler, uploader, transform)
+
+    def _draw_episodes(
+        self, n: int, fields: Sequence[str] | None, rng: np.random.Generator
+    ) -> Assembled:
+        assembler = SequenceAssembler(self._rows, self.schema, Span(1, boundary="pad"), fields)
+        view = self._view()
+        return assembler.assemble(assembler.episodes(n, view, rng), view, self._memory.allocate)
+
+    def _row_sets(self) -> list[RowSet]:
+        return [row_set(self._rows, self._view())]
+
+    def _n_appended(self) -> int:
+        return self.rows
 
     # -- about -------------------------------------------------------------
 
@@ -372,6 +364,11 @@ class Buffer:
     def capacity(self) -> int | str | None:
         """The limit in rows, or as a text in bytes; None without one."""
         return self._source.commit.capacity
+
+    @property
+    def lanes(self) -> int:
+        """Number of environments that are recorded side by side."""
+        return self._source.commit.lanes
 
     @property
     def notes(self) -> Mapping[str, Any]:
@@ -392,7 +389,7 @@ class Buffer:
     def nbytes(self) -> int:
         """Bytes of the live rows, uncompressed."""
         view = self._view()
-        return (view.stop - view.first) * self._source.commit.row_nbytes
+        return view.n_rows * self._source.commit.row_nbytes
 
     def nbytes_stored(self) -> int:
         """Return the bytes of all files of the buffer, the tail included."""
@@ -415,26 +412,21 @@ class Buffer:
             self._view(),
             commit,
             steps=len(self),
-            mode="a" if isinstance(self._source, Writer) else "r",
+            mode="a" if isinstance(self._source, Writer | LaneWriter) else "r",
             gather=self.gather,
         )
 
     # -- inside ------------------------------------------------------------
 
-    def _sample_maker(
-        self, frame_stack: int | None, n_step: int, gamma: float, fields: Sequence[str] | None
-    ) -> BatchMaker:
-        """Return what makes the batches of :meth:`sample`; the last is kept for the next call."""
-        wanted = (frame_stack, n_step, gamma, _listed(fields))
-        last, maker = self._last_maker
-        if last != wanted:
-            window = Window(frame_stack, n_step, gamma)
-            assembler = Assembler(self._rows, self.schema, window, wanted[3])
-            uploader = make_uploader(None, 1, self._memory)
-            maker = BatchMaker(self._view, assembler, UniformSampler(), uploader)
-            self._last_maker = (wanted, maker)
-        kept: BatchMaker = maker
-        return kept
+    def _load_priorities(self) -> Kept | None:
+        return self._priority_store.load(self.first_row)
+
+    def _save_priorities(self) -> None:
+        self._saved_at = time.monotonic()
+        if isinstance(self._source, Writer | LaneWriter) and not self._forked:
+            kept = self._priorities.take_changed()
+            if kept is not None:
+                self._priority_store.save(kept, self._source.commit.first_row)
 
     def _view(self) -> View:
         self._check_open()
@@ -443,17 +435,15 @@ class Buffer:
     def _after_fork(self) -> None:
         """Read as any other process does: the parent goes on, and this copy would not see it."""
         self._forked = True
-        # A thread of the parent may have held its lock.
-        self._memory = Recycler()
-        self._last_maker = (None, None)
-        if isinstance(self._source, Writer) and not self._closed:
+        self._begin_anew()
+        if isinstance(self._source, Writer | LaneWriter) and not self._closed:
             self._source = Follower(self._store, self._source.commit, self._rows.on_change)
 
-    def _writer(self) -> Writer:
+    def _writer(self) -> Writer | LaneWriter:
         self._check_open()
         if self._forked:
             raise ZBufferError("a forked process cannot write: open the buffer in the child")
-        if not isinstance(self._source, Writer):
+        if not isinstance(self._source, Writer | LaneWriter):
             raise ReadOnlyError(
                 f"{self.path} is open for reading: zbuffer.open(path, mode='a') can write"
             )
@@ -462,26 +452,3 @@ class Buffer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the buffer at {self.path} is closed")
-
-
-def _listed(fields: Sequence[str] | None) -> Sequence[str] | None:
-    return fields if fields is None or isinstance(fields, str) else tuple(fields)
-
-
-class _Random(threading.local):
-    """The generators of :meth:`Buffer.sample`, one set for each thread."""
-
-    def __init__(self) -> None:
-        self._own: np.random.Generator | None = None
-        self._pid = 0
-
-    def generator(self, seed: int | np.random.Generator | None) -> np.random.Generator:
-        """Return the numbers that a seed names; without one, new ones."""
-        if isinstance(seed, np.random.Generator):
-            return seed
-        if seed is not None:
-            return generator(check_count("seed", seed, 0), 0)
-        if self._own is None or self._pid != os.getpid():
-            # A forked child draws numbers of its own.
-            self._own, self._pid = generator(secrets.randbits(63), 0), os.getpid()
-        return self._own

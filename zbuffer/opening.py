@@ -15,7 +15,10 @@ from zbuffer.format.commit import STEP_TYPE_FIELD, Commit
 from zbuffer.format.geometry import (
     Codec,
     check_chunk_rows,
+    check_lanes,
+    check_segment_rows,
     choose_chunk_rows,
+    choose_segment_rows,
     codecs_by_field,
     resolve_codec,
 )
@@ -25,7 +28,15 @@ from zbuffer.reading.rows import Rows
 from zbuffer.schema import STEP_TYPE, Field, Schema
 from zbuffer.storage.local import LocalStore, WriterLock
 from zbuffer.storage.pages import Page
-from zbuffer.writing.recover import recover_pages, sweep, take_over, write_new
+from zbuffer.writing.lanes import LaneWriter
+from zbuffer.writing.recover import (
+    lane_state,
+    recover_lanes,
+    recover_pages,
+    sweep,
+    take_over,
+    write_new,
+)
 from zbuffer.writing.sealer import Sealer
 from zbuffer.writing.writer import Writer
 
@@ -44,6 +55,8 @@ def create(
     clevel: int = 5,
     block_rows: int | None = None,
     chunk_rows: int | None = None,
+    lanes: int = 1,
+    segment_rows: int | None = None,
     notes: Mapping[str, Any] | None = None,
     threads: int | None = None,
     gather: Backend = "auto",
@@ -69,6 +82,12 @@ def create(
         Defaults for the codecs; see :class:`Codec`.
     chunk_rows
         Rows per chunk file; by default 16 to 32 MiB of the largest field.
+    lanes
+        Number of environments that are recorded side by side. With more than one,
+        :meth:`Buffer.append` takes a leading axis of lanes.
+    segment_rows
+        With lanes: rows that a lane has in one piece; a divisor of `chunk_rows`. By
+        default so many that the pieces being filled take 64 MiB together.
     notes
         Plain JSON that stays with the buffer.
     threads
@@ -94,6 +113,10 @@ def create(
     if chunk_rows is None:
         chunk_rows = choose_chunk_rows(schema, capacity_rows)
     check_chunk_rows(schema, chunk_rows)
+    check_lanes(schema, lanes)
+    if segment_rows is None:
+        segment_rows = choose_segment_rows(schema, lanes, chunk_rows)
+    check_segment_rows(segment_rows, lanes, chunk_rows)
     default = Codec("blosc2", cname, clevel, None, block_rows)
     codecs = codecs_by_field(schema, codec, default)
     builtin = "blosc" if all(c.name == "blosc" for c in codecs.values()) else "blosc2"
@@ -106,6 +129,8 @@ def create(
         uuid=str(uuid.uuid4()),
         capacity_rows=capacity_rows,
         capacity_nbytes=capacity_nbytes,
+        lanes=lanes,
+        segment_rows=segment_rows,
         notes=_plain_json(notes or {}),
     )
     _check_threads(threads)
@@ -186,21 +211,25 @@ def _open_writer(
     store: LocalStore, commit: Commit, lock: WriterLock, native: Any, threads: int | None
 ) -> Buffer:
     rows = _make_rows(store, commit, native, threads)
-    writers: list[Writer] = []
+    writers: list[Writer | LaneWriter] = []
 
     def on_commit(new: Commit, page: Page) -> None:
         rows.forget_before(new)
         writers[0].on_commit(page)
 
+    def new_page(now: Commit, chunk: int) -> Page:
+        return Page.create(now, store.file(""), chunk)
+
     sealer = Sealer(store, commit, native, on_commit)
     try:
         sealer.write_commit(commit)
-
-        def new_page(now: Commit, chunk: int) -> Page:
-            return Page.create(now, store.file(""), chunk)
-
-        pages = recover_pages(store, commit, new_page)
-        writers.append(Writer(sealer, pages, new_page, rows.forget))
+        if commit.lanes > 1:
+            left = recover_lanes(store, commit)
+            state = lane_state(store, commit, left)
+            writers.append(LaneWriter(sealer, *state, left, new_page, rows.forget))
+        else:
+            pages = recover_pages(store, commit, new_page)
+            writers.append(Writer(sealer, pages, new_page, rows.forget))
         writers[0].resume()
     except BaseException:
         sealer.stop()

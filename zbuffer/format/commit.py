@@ -32,6 +32,8 @@ class Commit:
         Grows by one with each writer that opens the buffer.
     capacity_rows, capacity_nbytes
         The limit, if any, in rows or in bytes on disk.
+    lanes
+        Number of time lines. With one, ids have no gaps.
     """
 
     schema: Schema
@@ -45,7 +47,19 @@ class Commit:
     capacity_rows: int | None = None
     capacity_nbytes: int | None = None
     lanes: int = 1
+    #: Rows of a segment; 0 stands for a whole chunk, as with one lane.
+    segment_rows: int = 0
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows_of_segment(self) -> int:
+        """Rows of a segment."""
+        return self.segment_rows or self.chunk_rows
+
+    @property
+    def segments_of_chunk(self) -> int:
+        """Segments of a chunk."""
+        return self.chunk_rows // self.rows_of_segment
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -74,6 +88,11 @@ class Commit:
         """One past the index of the newest chunk that holds a committed row."""
         return -(-self.rows // self.chunk_rows)
 
+    @property
+    def stop_segment(self) -> int:
+        """One past the index of the newest segment that holds a committed row."""
+        return -(-self.rows // self.rows_of_segment)
+
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain JSON values."""
         return {
@@ -82,7 +101,7 @@ class Commit:
             "schema": self.schema.to_json(),
             "codecs": {name: codec.to_json() for name, codec in self.codecs.items()},
             "chunk_rows": self.chunk_rows,
-            "segment_rows": self.chunk_rows,
+            "segment_rows": self.rows_of_segment,
             "lanes": self.lanes,
             "capacity_rows": self.capacity_rows,
             "capacity_nbytes": self.capacity_nbytes,
@@ -128,7 +147,7 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
         raise ValueError("codecs and fields differ")
     numbers = {
         key: _count(body, key)
-        for key in ("chunk_rows", "first_row", "rows", "steps", "epoch", "lanes")
+        for key in ("chunk_rows", "segment_rows", "first_row", "rows", "steps", "epoch", "lanes")
     }
     if not isinstance(body["uuid"], str):
         raise ValueError(f"uuid is {body['uuid']!r}")
@@ -136,8 +155,11 @@ def _read_commit(body: Mapping[str, Any]) -> Commit:
         raise ValueError(f"notes are {body['notes']!r}")
     if numbers["chunk_rows"] < 1 or not numbers["first_row"] <= numbers["rows"]:
         raise ValueError("row counts do not fit together")
-    if body["segment_rows"] != numbers["chunk_rows"] or numbers["lanes"] != 1:
-        raise ValueError("lanes are not known to this version")
+    lanes, segment_rows = numbers["lanes"], numbers["segment_rows"]
+    if lanes < 1 or segment_rows < 1 or numbers["chunk_rows"] % segment_rows:
+        raise ValueError("lanes and segments do not fit together")
+    if lanes == 1 and segment_rows != numbers["chunk_rows"]:
+        raise ValueError("with one lane a segment is a chunk")
     return Commit(
         schema=schema,
         codecs=codecs,

@@ -11,6 +11,8 @@ from zbuffer.schema import Field, Schema
 
 BLOCK_NBYTES = 64 << 10
 CHUNK_NBYTES = 32 << 20
+#: Rows of all lanes that are not sealed, before half-filled chunks.
+OPEN_NBYTES = 64 << 20
 #: A chunk has to fit one Blosc2 buffer (2 GiB less its header).
 MAX_CHUNK_NBYTES = (1 << 31) - 1 - 32
 MAX_CHUNK_ROWS = 1 << 16
@@ -73,6 +75,21 @@ def choose_chunk_rows(schema: Schema, capacity_rows: int | None) -> int:
     return rows
 
 
+def choose_segment_rows(schema: Schema, lanes: int, chunk_rows: int) -> int:
+    """Return rows per segment: 64 MiB of open segments, a power of two, at least one block."""
+    if lanes == 1:
+        return chunk_rows
+    largest = max(max(field.nbytes for field in schema.values()), 1)
+    row_nbytes = sum(field.nbytes for field in schema.values()) + 1
+    block = _power_of_two_below(BLOCK_NBYTES // largest)
+    rows = _power_of_two_below(OPEN_NBYTES // (lanes * row_nbytes))
+    rows = min(max(rows, min(block, 64), 16), chunk_rows)
+    # What is passed over at an early flush costs next to nothing, but is counted through.
+    while chunk_rows % rows:
+        rows //= 2
+    return rows
+
+
 def check_chunk_rows(schema: Schema, chunk_rows: int) -> None:
     """Refuse a number of rows per chunk that no chunk can hold."""
     if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
@@ -80,6 +97,29 @@ def check_chunk_rows(schema: Schema, chunk_rows: int) -> None:
     for name, field in schema.items():
         if field.nbytes * chunk_rows > MAX_CHUNK_NBYTES:
             raise SchemaError(name, f"takes over 2 GiB a chunk at chunk_rows={chunk_rows}")
+
+
+def check_lanes(schema: Schema, lanes: int) -> None:
+    """Refuse a number of lanes that cannot be, and fields that a lane's arguments would hide."""
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise SchemaError("lanes", f"must be a whole number above 0, got {lanes!r}")
+    for name in ("lane", "lanes"):
+        if lanes > 1 and name in schema:
+            raise SchemaError(name, "cannot be a field of a buffer with lanes: append() takes it")
+
+
+def check_segment_rows(segment_rows: int, lanes: int, chunk_rows: int) -> None:
+    """Refuse a number of rows per segment that does not fit the chunks."""
+    if isinstance(segment_rows, bool) or not isinstance(segment_rows, int):
+        raise SchemaError("segment_rows", f"must be a whole number, got {segment_rows!r}")
+    if lanes == 1 and segment_rows != chunk_rows:
+        raise SchemaError("segment_rows", "is for buffers with lanes")
+    least = 1 if lanes == 1 else 2
+    if segment_rows < least or chunk_rows % segment_rows:
+        raise SchemaError(
+            "segment_rows",
+            f"must be at least {least} and divide chunk_rows={chunk_rows}, got {segment_rows}",
+        )
 
 
 def resolve_codec(codec: Codec, field: Field, chunk_rows: int) -> Codec:

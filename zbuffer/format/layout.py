@@ -20,6 +20,9 @@ PARTIAL = ".partial"
 SEGMENTS = "meta/segments"
 #: Rows of the segment table in one of its chunks.
 SEGMENT_CHUNK = 256
+PRIORITIES = "meta/priorities"
+#: Rows in one chunk of the priorities.
+PRIORITY_CHUNK = 1 << 16
 
 
 def field_path(name: str) -> str:
@@ -90,6 +93,27 @@ def segments_document() -> dict[str, Any]:
         {"name": "bytes", "configuration": {"endian": "little"}},
         {"name": "crc32c"},
     ]
+    return document
+
+
+def priorities_path(chunk: int) -> str:
+    """Return the key of one chunk of the priorities."""
+    return f"{PRIORITIES}/c/{chunk}"
+
+
+def priorities_document(rows: int, max_priority: float) -> dict[str, Any]:
+    """Return the ``zarr.json`` of the priorities."""
+    document = _described_by_zarr(np.dtype("<f8"), 0)
+    document["shape"] = [rows]
+    document["chunk_grid"] = {
+        "name": "regular",
+        "configuration": {"chunk_shape": [PRIORITY_CHUNK]},
+    }
+    document["codecs"] = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "crc32c"},
+    ]
+    document["attributes"] = {"max_priority": max_priority}
     return document
 
 

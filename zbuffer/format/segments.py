@@ -12,6 +12,8 @@ from zbuffer.errors import DamagedError
 from zbuffer.format.layout import SEGMENT_CHUNK
 
 Array = np.ndarray[Any, Any]
+#: The lane of a segment that was passed over.
+NOBODY = -1
 
 
 def encode_segments(rows: Array) -> bytes:
@@ -81,3 +83,42 @@ class Segments:
             preceding[after] = start[before] + used[before] - 1
         bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(used, dtype=np.int64)))
         return cls(segment_rows, first, lane, used, bounds, following, preceding)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self.bounds[-1])
+
+    def ids(self, positions: Array) -> Array:
+        """Return the ids of the rows at some positions, counted from the oldest."""
+        segment = np.searchsorted(self.bounds, positions, "right") - 1
+        offset = positions - self.bounds[segment]
+        ids: Array = (self.first + segment) * self.segment_rows + offset
+        return ids
+
+    def count_below(self, ids: Array) -> Array:
+        """Return how many rows have a lower id than each of `ids`, which may be any."""
+        n = len(self.used)
+        if n == 0:
+            none: Array = np.zeros(np.shape(ids), np.int64)
+            return none
+        segment, offset = np.divmod(np.asarray(ids), self.segment_rows)
+        segment = segment - self.first
+        inside = np.clip(segment, 0, n - 1)
+        count = self.bounds[inside] + np.minimum(offset, self.used[inside])
+        below: Array = np.where(segment < 0, 0, np.where(segment >= n, self.bounds[-1], count))
+        return below
+
+    def contains(self, ids: Array) -> Array:
+        """Return which of `ids`, which may be any, are rows."""
+        n = len(self.used)
+        segment, offset = np.divmod(ids, self.segment_rows)
+        segment = segment - self.first
+        inside: Array = (segment >= 0) & (segment < n)
+        if n:
+            inside &= offset < self.used[np.clip(segment, 0, n - 1)]
+        return inside
+
+    def lanes(self, ids: Array) -> Array:
+        """Return the lane of each row, int64."""
+        lanes: Array = self.lane[ids // self.segment_rows - self.first]
+        return lanes

@@ -16,6 +16,7 @@ from zbuffer.format.commit import Commit
 
 HEADER_NBYTES = 4096
 STATE_AT = 64
+_STATE_NBYTES = 24
 _MAGIC = b"zbuftail"
 _HEADER = struct.Struct("<8sIIqqq")
 _VERSION = 1
@@ -41,7 +42,8 @@ class PageLayout:
     @classmethod
     def of(cls, commit: Commit) -> PageLayout:
         """Return the layout that follows from schema and geometry."""
-        at = HEADER_NBYTES
+        at = -(-(STATE_AT + _STATE_NBYTES * commit.segments_of_chunk) // HEADER_NBYTES)
+        at *= HEADER_NBYTES
         offsets = {}
         for name, field in commit.fields.items():
             offsets[name] = at
@@ -88,6 +90,10 @@ class PageState:
         return cls(word >> 2, bool(word & 1), bool(word & 2))
 
 
-def state_word(data: memoryview) -> np.ndarray:
-    """Return the state of a mapped page as an int64 array of one item."""
-    return np.frombuffer(data, np.int64, 1, STATE_AT)
+def segment_states(data: memoryview, n_segments: int) -> np.ndarray:
+    """Return the states of a mapped page: int64 (n_segments, 3).
+
+    The state's word; the lane plus one, 0 while the segment is nobody's; the number of
+    rows of the lane before it. With one lane only the first is used.
+    """
+    return np.frombuffer(data, np.int64, 3 * n_segments, STATE_AT).reshape(n_segments, 3)

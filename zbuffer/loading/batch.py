@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from zbuffer.errors import SampleError, SchemaError
+from zbuffer.loading.drawing import Drawn, draw, row_set
+from zbuffer.loading.native_windows import can_be_native, native_windows
 from zbuffer.reading.chunks import View
 from zbuffer.reading.rows import Rows
 from zbuffer.sampling.rowset import RowSet
 from zbuffer.sampling.samplers import Sampler
 from zbuffer.sampling.windows import Lookups, Window, Windows, join, resolve, select
-from zbuffer.schema import Schema
+from zbuffer.schema import STEP_TYPE, Schema
 
 Array = np.ndarray[Any, Any]
 Allocate = Callable[[str, tuple[int, ...], np.dtype[Any]], Array]
-#: Draws of a batch before the rows that have a window are counted one by one.
-_MAX_DRAWS = 20
-_SCAN_ROWS = 1 << 18
 
 
 class Batch(dict[str, Any]):
@@ -47,6 +46,7 @@ class Assembled:
 
     arrays: dict[str, Array]
     slices: tuple[tuple[str, str, Any], ...]
+    n_blocks: int = 0
 
     def batch(self, arrays: dict[str, Any] | None = None) -> Batch:
         """Return the batch over these arrays, or over their copies elsewhere."""
@@ -74,7 +74,7 @@ class Assembler:
         self._schema = schema
         following = [f"next_{name}" for name in schema.observations]
         known = [*schema, *(n for n in following if n not in schema)]
-        wanted = set(known) if fields is None else _expand(fields, known)
+        wanted = set(known) if fields is None else expand(fields, known)
         self._observations = [n for n in schema.observations if n in wanted]
         self._following = [n for n in schema.observations if f"next_{n}" in wanted]
         if schema.explicit:
@@ -89,6 +89,8 @@ class Assembler:
         self._reward = schema.named("reward")
         self._terminated = schema.named("terminated")
         self._truncated = schema.named("truncated")
+        self._native = can_be_native(window, schema, self._reward)
+        self._images = list(dict.fromkeys([*self._observations, *self._following]))
         self._plain = [
             name
             for name, field in schema.items()
@@ -102,72 +104,52 @@ class Assembler:
 
     def draw(
         self, n: int, view: View, sampler: Sampler, rng: np.random.Generator
-    ) -> tuple[Windows, Array | None]:
-        """Draw `n` rows that have a window, each such row as likely as the sampler has it.
+    ) -> Drawn[Windows] | None:
+        """Draw `n` rows that have a window; see :func:`zbuffer.loading.drawing.draw`."""
+        rows = row_set(self._rows, view)
+        native = self._rows.native_windows if self._native else None
+        shape = _WindowShape(self._window, rows, self._lookups(view), view, native)
+        return draw(n, rows, sampler, rng, shape)
 
-        Raises
-        ------
-        SampleError
-            There are no rows, or none that has the window.
-        """
-        if view.stop <= view.first:
-            raise SampleError("the buffer is empty: append rows before sampling")
-        lookups = self._lookups(view)
-        rows = RowSet(view.first, view.stop, self._rows.chunk_rows, self._rows.block_rows)
-        parts: list[Windows] = []
-        weights: list[Array] = []
-        missing = n
-        for _ in range(_MAX_DRAWS):
-            # A few more than missing: rows without a window are drawn, and left out.
-            drawn = sampler.draw(missing + 8 + missing // 16, rows, rng)
-            windows, valid = resolve(drawn.ids, self._window, lookups)
-            keep = np.flatnonzero(valid)[:missing]
-            parts.append(select(windows, keep))
-            if drawn.weights is not None:
-                weights.append(drawn.weights[keep])
-            missing -= len(keep)
-            if missing == 0:
-                return join(parts), np.concatenate(weights) if weights else None
-        return self._draw_from_scan(n, view, lookups, rng), None
-
-    def assemble(
-        self, windows: Windows, view: View, allocate: Allocate, weights: Array | None = None
-    ) -> Assembled:
+    def assemble(self, drawn: Drawn[Windows], view: View, allocate: Allocate) -> Assembled:
         """Decode the windows into arrays from `allocate`."""
+        windows = drawn.found
         arrays: dict[str, Array] = {}
         slices: list[tuple[str, str, Any]] = []
-        for name in {**dict.fromkeys(self._observations), **dict.fromkeys(self._following)}:
+        n_blocks = 0
+        for name in self._images:
             ids, views = self._places(name, windows)
             field = self._schema[name]
             frames = allocate(name, (*ids.shape, *field.shape), field.dtype)
-            self._rows.take(view, name, ids, frames)
+            n_blocks += self._rows.fill(view, name, ids, frames)
             arrays[name] = frames
             if name in self._following and not windows.mask.all():
                 frames[~windows.mask, -1] = np.zeros((), field.dtype)
             slices += [(key, name, index) for key, index in views]
-        n = len(windows.ids)
+        n = drawn.n
+        rows = windows.ids
         for name in self._plain:
             field = self._schema[name]
             # A stack of one has its axis where rows bring their own next observation too.
             stacked = field.role == "next_observation" and self._window.frame_stack
             shape = (n, 1, *field.shape) if stacked else (n, *field.shape)
             arrays[name] = allocate(name, shape, field.dtype)
-            self._rows.take(view, name, windows.ids, arrays[name])
+            n_blocks += self._rows.fill(view, name, rows, arrays[name])
         for name, role in self._computed.items():
             arrays[name] = getattr(windows, role)
-        arrays["indices"] = windows.ids
+        arrays["indices"] = rows
         if self._following:
             arrays["discount"] = windows.discount
             arrays["n_steps"] = windows.n_steps
             arrays["mask"] = windows.mask
         elif self._schema.explicit:
-            arrays.update(self._explicit_ends(windows, view))
-        if weights is not None:
-            arrays["weights"] = weights
+            arrays.update(self._explicit_ends(rows, view))
+        if drawn.weights is not None:
+            arrays["weights"] = drawn.weights
         whole = slice(None)
         observed = {name for _, name, _ in slices}
         slices += [(name, name, whole) for name in arrays if name not in observed]
-        return Assembled(arrays, tuple(slices))
+        return Assembled(arrays, tuple(slices), n_blocks)
 
     def _places(self, name: str, windows: Windows) -> tuple[Array, list[tuple[str, Any]]]:
         """Return the rows to decode for an observation, (B, places), and its views of them."""
@@ -175,55 +157,25 @@ class Assembler:
         behind: Any = slice(0, k) if self._window.frame_stack else 0
         every = slice(None)
         if name not in self._following:
-            return windows.obs_ids(k), [(name, (every, behind))]
+            return windows.stacks[:, :k], [(name, (every, behind))]
         if name not in self._observations:
-            return windows.next_ids(k), [(f"next_{name}", (every, behind))]
-        if self._window.n_step == 1:
-            # The next stack is this one moved on by a row: one row more holds both.
-            ids = windows.both_ids(k)
-            ahead: Any = slice(1, k + 1) if self._window.frame_stack else 1
-        else:
-            ids = np.concatenate((windows.obs_ids(k), windows.next_ids(k)), axis=1)
-            ahead = slice(k, 2 * k) if self._window.frame_stack else 1
-        return ids, [(name, (every, behind)), (f"next_{name}", (every, ahead))]
+            return windows.stacks[:, -k:], [(f"next_{name}", (every, behind))]
+        # One step on, the next stack is this one moved by a row: one row more holds both.
+        start = 1 if self._window.n_step == 1 else k
+        ahead: Any = slice(start, start + k) if self._window.frame_stack else start
+        return windows.stacks, [(name, (every, behind)), (f"next_{name}", (every, ahead))]
 
     def _lookups(self, view: View) -> Lookups:
-        def column(name: str | None) -> Any:
-            if name is None or not self._chained:
-                return None
-            return self._rows.lookup(view, name)
+        if not self._chained:
+            return lookups(self._rows, view)
+        return lookups(self._rows, view, self._reward, self._terminated, self._truncated)
 
-        return Lookups(
-            view.stop - 1,
-            lambda ids: self._rows.step_types(view, ids),
-            column(self._reward),
-            column(self._terminated),
-            column(self._truncated),
-        )
-
-    def _draw_from_scan(
-        self, n: int, view: View, lookups: Lookups, rng: np.random.Generator
-    ) -> Windows:
-        """Draw from the rows that have a window, found by looking at all of them."""
-        found = []
-        for start in range(view.first, view.stop, _SCAN_ROWS):
-            ids = np.arange(start, min(start + _SCAN_ROWS, view.stop))
-            found.append(ids[resolve(ids, self._window, lookups)[1]])
-        ids = np.concatenate(found)
-        if len(ids) == 0:
-            raise SampleError(
-                f"none of the {view.stop - view.first} rows has the window asked for "
-                f"(frame_stack={self._window.frame_stack}, n_step={self._window.n_step}): "
-                "its stack was evicted, or the observation after it is not stored yet"
-            )
-        return resolve(rng.choice(ids, n), self._window, lookups)[0]
-
-    def _explicit_ends(self, windows: Windows, view: View) -> dict[str, Array]:
+    def _explicit_ends(self, ids: Array, view: View) -> dict[str, Array]:
         """Return what a batch says of steps that bring their own next observation."""
-        n = len(windows.ids)
+        n = len(ids)
         discount = np.full(n, self._window.gamma, np.float32)
         if self._terminated is not None:
-            discount[self._rows.lookup(view, self._terminated)(windows.ids)] = 0.0
+            discount[self._rows.lookup(view, self._terminated)(ids)] = 0.0
         return {
             "discount": discount,
             "n_steps": np.ones(n, np.int64),
@@ -238,7 +190,61 @@ class Assembler:
             )
 
 
-def _expand(fields: Sequence[str], known: list[str]) -> set[str]:
+def lookups(
+    rows: Rows,
+    view: View,
+    reward: str | None = None,
+    terminated: str | None = None,
+    truncated: str | None = None,
+) -> Lookups:
+    """Return the small fields of a view by row id, those that have a name."""
+
+    def column(name: str | None) -> Any:
+        return None if name is None else rows.lookup(view, name)
+
+    named = {"reward": reward, "terminated": terminated, "truncated": truncated}
+    kept = {role: rows.kept(view, name) for role, name in named.items() if name is not None}
+    kept["step_type"] = rows.kept(view, STEP_TYPE)
+    whole = {role: column for role, column in kept.items() if column is not None}
+    return Lookups(
+        lambda ids: rows.step_types(view, ids),
+        view.running_lanes,
+        column(reward),
+        column(terminated),
+        column(truncated),
+        whole if len(whole) == len(kept) else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowShape:
+    """Rows that have a window."""
+
+    window: Window
+    rows: RowSet
+    lookups: Lookups
+    view: View
+    native: Any
+
+    def pick(self, ids: Array, most: int) -> tuple[Windows, Array]:
+        if self.native is not None and self.lookups.kept is not None:
+            return native_windows(self.native, ids, most, self.window, self.view, self.lookups.kept)
+        windows, valid = resolve(ids, self.window, self.rows, self.lookups)
+        keep = np.flatnonzero(valid)[:most]
+        return select(windows, keep), keep
+
+    def join(self, parts: list[Windows]) -> Windows:
+        return join(parts)
+
+    def no_such_row(self) -> str:
+        return (
+            f"has the window asked for (frame_stack={self.window.frame_stack}, "
+            f"n_step={self.window.n_step}): its stack was evicted, or the observation "
+            "after it is not stored yet"
+        )
+
+
+def expand(fields: Sequence[str], known: list[str]) -> set[str]:
     if isinstance(fields, str):
         raise SchemaError(fields, "must be in a list of names: fields=['obs', 'action']")
     wanted = set()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from zbuffer.errors import RowNotFoundError
-from zbuffer.loading.batch import Assembler
+from zbuffer.loading.batch import Allocate, Array, Assembled
+from zbuffer.loading.drawing import Drawn
 from zbuffer.loading.upload import Ready, Transform, Uploader
 from zbuffer.reading.chunks import View
 from zbuffer.sampling.samplers import Sampler
@@ -18,49 +21,103 @@ from zbuffer.sampling.samplers import Sampler
 _PATIENCE_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A batch on its way, and what making it took.
+
+    Attributes
+    ----------
+    ids
+        int64: the drawn rows.
+    n_blocks
+        Blosc2 blocks that were decoded for it.
+    source
+        int64: which buffer each of them is of, where there are several.
+    """
+
+    ready: Ready
+    ids: Array
+    n_blocks: int
+    source: Array | None = None
+
+
+class Maker(Protocol):
+    """Makes batches, one after the other."""
+
+    sampler: Any
+
+    def make(self, batch_size: int, rng: np.random.Generator) -> Made | None:
+        """Return a batch; None at the end of an epoch."""
+        ...
+
+
+class Assembling(Protocol):
+    """Draws samples of one kind and fills batches with them."""
+
+    def draw(
+        self, n: int, view: View, sampler: Sampler, rng: np.random.Generator, /
+    ) -> Drawn[Any] | None:
+        """Draw `n` samples; None at the end of an epoch."""
+        ...
+
+    def assemble(self, drawn: Drawn[Any], view: View, allocate: Allocate, /) -> Assembled:
+        """Decode them into arrays."""
+        ...
+
+
 class BatchMaker:
-    """Makes batches of one kind of window.
+    """Makes batches of one kind of sample.
 
     Notes
     -----
-    As many threads may call :meth:`make` as the uploader allows.
+    As many threads may call :meth:`make` as the sampler and the uploader allow.
     """
 
     def __init__(
         self,
         view: Callable[[], View],
-        assembler: Assembler,
+        assembler: Assembling,
         sampler: Sampler,
         uploader: Uploader,
         transform: Transform | None = None,
     ) -> None:
         self._view = view
         self._assembler = assembler
-        self._sampler = sampler
+        self.sampler: Any = sampler
         self._uploader = uploader
         self._transform = transform
 
-    def make(self, batch_size: int, rng: np.random.Generator) -> Ready:
-        """Draw rows and gather them.
+    def make(self, batch_size: int, rng: np.random.Generator) -> Made | None:
+        """Draw rows and gather them; None at the end of an epoch.
 
         Raises
         ------
         SampleError
-            The buffer is empty, or no row has the window.
+            The buffer is empty, or no row makes a sample.
         ClosedError
             The buffer is closed.
         """
-        start = time.monotonic()
         self._uploader.begin()
+        part = self.make_part(batch_size, rng, self._uploader.allocate)
+        if part is None:
+            return None
+        ready = self._uploader.upload(part, self._transform)
+        return Made(ready, part.arrays["indices"], part.n_blocks)
+
+    def make_part(self, n: int, rng: np.random.Generator, allocate: Allocate) -> Assembled | None:
+        """Return `n` samples as arrays from `allocate`; None at the end of an epoch."""
+        start = time.monotonic()
+        sampler = self.sampler
+        state = None if getattr(sampler, "replacement", True) else sampler.state_dict()
         while True:
             view = self._view()
             try:
-                windows, weights = self._assembler.draw(batch_size, view, self._sampler, rng)
-                assembled = self._assembler.assemble(
-                    windows, view, self._uploader.allocate, weights
-                )
-                return self._uploader.upload(assembled, self._transform)
+                drawn = self._assembler.draw(n, view, sampler, rng)
+                return None if drawn is None else self._assembler.assemble(drawn, view, allocate)
             except RowNotFoundError:
                 late = time.monotonic() - start > _PATIENCE_S
                 if late or self._view().first == view.first:
                     raise
+                if state is not None:
+                    # The rows of this batch that are still there have not been drawn yet.
+                    sampler.load_state_dict(state)

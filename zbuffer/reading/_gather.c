@@ -1,11 +1,12 @@
 /* The hot loop of zbuffer: wanted rows out of compressed chunks into a batch.
  *
+ *   windows()   the rows around drawn rows that make a sample (_windows.c)
  *   plan()      row ids to chunks, sorted (_plan.c)
  *   gather()    decode the blocks that hold the wanted rows, on several threads
  *   compress()  one raw chunk into one Blosc2 chunk, for sealing (_encode.c)
  *   map_file()  a read-only memory map that keeps no file descriptor (_map.c)
  *
- * All but plan() are free of the GIL while they work. Threads are started per call
+ * All but the first two are free of the GIL while they work. Threads are started per call
  * and joined before it returns, and contexts are handed over through atomic slots,
  * so there is no lock and no pool that a forked child could inherit half-alive.
  */
@@ -452,6 +453,9 @@ PyObject *new_object(PyObject *module, const char *type_name)
 }
 
 static PyMethodDef methods[] = {
+    {"windows", py_windows, METH_VARARGS,
+     "windows(ids, limit, window, rows, segments, step_type, reward, terminated, truncated, out)"
+     "\n--\n\nFind the windows of rows; return how many there are."},
     {"plan", py_plan, METH_VARARGS,
      "plan(ids, first, stop, chunk_rows, base, addrs, sizes, owners, pending)\n--\n\n"
      "Return a Plan of the rows, or the list of chunks whose address the table lacks."},

@@ -48,6 +48,7 @@ typedef struct {
 extern PyType_Spec plan_spec;
 extern PyType_Spec file_map_spec;
 PyObject *py_plan(PyObject *module, PyObject *args);
+PyObject *py_windows(PyObject *module, PyObject *args);
 PyObject *py_compress(PyObject *module, PyObject *args);
 PyObject *py_map_file(PyObject *module, PyObject *path);
 int register_raw_literals_codec(void);

@@ -10,6 +10,7 @@ import numpy as np
 
 from zbuffer.errors import DamagedError, RowNotFoundError
 from zbuffer.format.layout import chunk_path
+from zbuffer.format.segments import Segments
 from zbuffer.reading.gather import Gather
 from zbuffer.schema import Field
 from zbuffer.storage import Store
@@ -20,7 +21,7 @@ Array = np.ndarray[Any, Any]
 MAX_MAPPED = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class View:
     """The rows of a buffer at one moment: ids in ``[first, stop)``.
 
@@ -31,19 +32,48 @@ class View:
     pending
         The page with one observation more, that of row ``stop``, or None.
     running
-        Whether the newest row's episode goes on.
+        Whether the newest row's episode goes on; with segments, bool by lane.
+    segments
+        Which of the ids are rows, where not all are; None where all are, in one lane.
+    pending_ids
+        With segments, int64, ascending: ids that are no rows yet, but whose observation
+        can be read.
     """
 
     first: int
     stop: int
     pages: dict[int, Page]
     pending: Page | None = None
-    running: bool = False
+    running: bool | Array = False
+    segments: Segments | None = None
+    pending_ids: Array | None = None
 
     @property
     def readable_stop(self) -> int:
         """One past the last id whose observation can be read."""
         return self.stop + (self.pending is not None)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.first if self.segments is None else len(self.segments)
+
+    def ids(self, positions: Array) -> Array:
+        """Return the ids of rows, counted from the oldest."""
+        return self.first + positions if self.segments is None else self.segments.ids(positions)
+
+    def contains(self, ids: Array) -> Array:
+        """Return which ids are rows."""
+        if self.segments is not None:
+            return self.segments.contains(ids)
+        return (ids >= self.first) & (ids < self.stop)
+
+    def running_lanes(self, lanes: Array) -> Array:
+        """Return whether the episode of each lane's newest row goes on."""
+        if isinstance(self.running, bool):
+            return np.full(len(lanes), self.running)
+        running: Array = self.running[lanes]
+        return running
 
 
 class FieldChunks:

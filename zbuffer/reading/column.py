@@ -43,8 +43,7 @@ class ColumnView:
         return 1 + len(self._field.shape)
 
     def __len__(self) -> int:
-        view = self._view()
-        return view.stop - view.first
+        return self._view().n_rows
 
     def __getitem__(self, index: Any) -> Any:
         """Return items as NumPy: an int, a slice, an array of positions or of bools.
@@ -69,8 +68,8 @@ class ColumnView:
         while True:
             view = self._view()
             # NumPy's own rules turn the index into positions, and raise its errors.
-            positions = np.arange(view.stop - view.first)[index]
-            ids = np.asarray(positions, np.int64) + view.first
+            positions = np.arange(view.n_rows)[index]
+            ids = view.ids(np.asarray(positions, np.int64))
             try:
                 return self._rows.take(view, self._name, ids), ids
             except RowNotFoundError:

@@ -18,11 +18,16 @@ _SLAB_ROWS = 1 << 18
 
 
 class _Kept(NamedTuple):
-    """Rows ``[base, stop)``; one value, so that a reader without the lock sees one moment."""
+    """Rows ``[base, stop)``; one value, so that a reader without the lock sees one moment.
+
+    With segments, rows from the oldest page on are still being filled in: ``of`` is the
+    view that they are of.
+    """
 
     values: Array
     base: int
     stop: int
+    of: View | None = None
 
 
 class Column:
@@ -34,25 +39,34 @@ class Column:
     never change, and a grown or trimmed column is a new array.
     """
 
-    def __init__(self, chunks: FieldChunks, dtype: Any, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, chunks: FieldChunks, dtype: Any, shape: tuple[int, ...], chunk_rows: int
+    ) -> None:
+        self._name = name
         self._chunks = chunks
+        self._chunk_rows = chunk_rows
         self._lock = threading.Lock()
         self._kept = _Kept(np.empty((0, *shape), dtype), 0, 0)
 
     def upto(self, view: View, n_threads: int) -> tuple[Array, int]:
         """Return an array and the id of its item 0; items of the view are filled."""
         kept = self._kept
-        if kept.stop < view.stop or kept.base > view.first:
+        if view.segments is not None:
+            if kept.of is not view:
+                with self._lock:
+                    kept = self._fill_with_gaps(view, n_threads)
+        elif kept.stop < view.stop or kept.base > view.first:
             with self._lock:
-                kept = self._fill(view, n_threads)
+                kept = self._fill(view, view.stop, n_threads)
         return kept.values, kept.base
 
     def renew_lock(self) -> None:
         """Replace the lock, in a forked child."""
         self._lock = threading.Lock()
 
-    def _fill(self, view: View, n_threads: int) -> _Kept:
-        values, base, have = self._kept
+    def _fill(self, view: View, stop: int, n_threads: int) -> _Kept:
+        """Decode what is missing of the rows before `stop`; there is room for all rows."""
+        values, base, have, _ = self._kept
         if base > view.first or have < view.first:
             # Begin anew, in a new array: another thread may be reading this one.
             base = have = view.first
@@ -63,12 +77,29 @@ class Column:
             start = max(view.first, base)
             grown[: have - start] = values[start - base : have - base]
             values, base = grown, start
-        while have < view.stop:
-            stop = min(view.stop, have + _SLAB_ROWS)
-            target = values[have - base : stop - base]
-            self._chunks.gather(view, np.arange(have, stop), target, n_threads)
-            have = stop
+        while have < stop:
+            up_to = min(stop, have + _SLAB_ROWS)
+            target = values[have - base : up_to - base]
+            self._chunks.gather(view, np.arange(have, up_to), target, n_threads)
+            have = up_to
         self._kept = _Kept(values, base, have)
+        return self._kept
+
+    def _fill_with_gaps(self, view: View, n_threads: int) -> _Kept:
+        """Decode what is sealed, then copy the pages, whose rows come in any order.
+
+        What is copied again is the same, bit by bit, for the rows that a reader of the
+        array knows of; and a copy that began before a row was whole is never the last.
+        """
+        sealed = min(view.pages, default=-1) * self._chunk_rows
+        sealed = view.stop if sealed < 0 else min(max(sealed, view.first), view.stop)
+        values, base, have, _ = self._fill(view, sealed, n_threads)
+        for chunk, page in view.pages.items():
+            start = chunk * self._chunk_rows
+            stop = min(start + self._chunk_rows, view.stop)
+            if start >= sealed and stop > start:
+                values[start - base : stop - base] = page.columns[self._name][: stop - start]
+        self._kept = _Kept(values, base, have, view)
         return self._kept
 
 
@@ -90,7 +121,9 @@ class Columns:
         for name in names:
             width += fields[name].nbytes
             self._width[name] = width
-            self._columns[name] = Column(chunks[name], fields[name].dtype, fields[name].shape)
+            self._columns[name] = Column(
+                name, chunks[name], fields[name].dtype, fields[name].shape, commit.chunk_rows
+            )
 
     def get(self, name: str, view: View) -> Column | None:
         """Return a field's column, or None where it is not kept at this many rows."""

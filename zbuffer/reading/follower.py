@@ -8,16 +8,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from zbuffer.errors import BufferNotFoundError, DamagedError, NotABufferError
 from zbuffer.forking import call_in_child
 from zbuffer.format.commit import Commit, read_root
 from zbuffer.format.layout import LOCK, ROOT, TAIL
 from zbuffer.format.tail import PageState
 from zbuffer.reading.chunks import View
+from zbuffer.reading.lanes import lane_view
+from zbuffer.reading.segments import read_segments
 from zbuffer.storage import Store
 from zbuffer.storage.local import LocalStore
 from zbuffer.storage.pages import Page
 
+Array = np.ndarray[Any, Any]
 #: A writer commits at most once in the time of a look, so a few looks are plenty.
 _LOOKS = 100
 
@@ -53,7 +58,8 @@ class Follower:
     commit
         The root document as it was read a moment ago.
     on_change
-        Called with the old and the new commit when the writer has committed.
+        Called when the writer has committed, with the new commit, and the oldest chunk
+        that may have been replaced by a fuller one.
 
     Notes
     -----
@@ -61,7 +67,7 @@ class Follower:
     """
 
     def __init__(
-        self, store: LocalStore, commit: Commit, on_change: Callable[[Commit, Commit], None]
+        self, store: LocalStore, commit: Commit, on_change: Callable[[Commit, int], None]
     ) -> None:
         self._store = store
         self._on_change = on_change
@@ -71,6 +77,8 @@ class Follower:
         self._version: object = None
         self.commit = commit
         self._pages: dict[int, Page] = {}
+        # With lanes: the committed segment table, once it is read.
+        self._table: Array | None = None
         # Asked for at each look, so the name is put together here.
         self._tail = os.path.join(store.path, TAIL, "")
         # The rows of a buffer that no writer holds, and the version that this is so of.
@@ -112,13 +120,19 @@ class Follower:
         self._version = version
         self.commit = new
         live = new.rows // new.chunk_rows
+        # Chunks from here on may have been replaced by fuller ones.
+        replaced = min([old.rows // old.chunk_rows, *self._pages])
+        if new.lanes > 1:
+            live, self._table = 0, None
         for chunk in list(self._pages):
             if chunk < live or new.epoch != old.epoch:
                 self._pages.pop(chunk).retired = True
-        self._on_change(old, new)
+        self._on_change(new, replaced)
 
     def _look(self) -> View:
         commit = self.commit
+        if commit.lanes > 1:
+            return self._look_at_lanes(commit)
         stop = commit.rows
         chunk = stop // commit.chunk_rows
         pages: dict[int, Page] = {}
@@ -141,6 +155,23 @@ class Follower:
                 break
             chunk += 1
         return View(commit.first_row, stop, pages, pending, running)
+
+    def _look_at_lanes(self, commit: Commit) -> View:
+        if self._table is None:
+            self._table = read_segments(self._store, commit)
+        try:
+            names = os.listdir(self._tail)
+        except FileNotFoundError:
+            names = []
+        chunks = sorted(int(name) for name in names if name.isdigit())
+        pages = {
+            chunk: page
+            for chunk in chunks
+            if chunk >= commit.first_chunk and (page := self._page(chunk)) is not None
+        }
+        for chunk in self._pages.keys() - pages.keys():
+            self._pages.pop(chunk).retired = True
+        return lane_view(self._table, commit, pages)
 
     def _page(self, chunk: int) -> Page | None:
         page = self._pages.get(chunk)

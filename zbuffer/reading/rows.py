@@ -37,6 +37,8 @@ class Rows:
     def __init__(
         self, store: Store, commit: Commit, gather: Gather, n_threads: int, budget_nbytes: int
     ) -> None:
+        #: The extension's, or None without it.
+        self.native_windows: Any = getattr(gather, "windows", None)
         self.fields = commit.fields
         self.n_threads = n_threads
         self.chunk_rows = commit.chunk_rows
@@ -48,7 +50,7 @@ class Rows:
         self._columns = Columns(commit, self._chunks, budget_nbytes)
         call_in_child(self.after_fork)
 
-    def take(self, view: View, name: str, ids: Array, out: Array | None = None) -> Array:
+    def take(self, view: View, name: str, ids: Array) -> Array:
         """Return the items of rows `ids` of a field, in their order.
 
         Parameters
@@ -59,8 +61,6 @@ class Rows:
             Of the field.
         ids
             int64 of any shape; repeats are decoded once.
-        out
-            Where to put them: C-contiguous, of shape ``ids.shape + item``.
 
         Raises
         ------
@@ -70,46 +70,67 @@ class Rows:
             A chunk does not decode.
         """
         field = self.fields[name]
-        if out is None:
-            out = np.empty((*ids.shape, *field.shape), field.dtype)
+        out = np.empty((*ids.shape, *field.shape), field.dtype)
+        self.fill(view, name, ids, out)
+        return out
+
+    def fill(self, view: View, name: str, ids: Array, out: Array) -> int:
+        """Put the items of rows `ids` into `out`; returns how many blocks were decoded.
+
+        As :meth:`take`; `out` is C-contiguous, of shape ``ids.shape + item``.
+        """
         flat = np.ascontiguousarray(ids, np.int64).reshape(-1)
         column = self._columns.get(name, view)
         if column is None:
-            self._chunks[name].gather(view, flat, out, self.n_threads)
-            return out
+            return self._chunks[name].gather(view, flat, out, self.n_threads)
         values, base = column.upto(view, self.n_threads)
         if len(flat) == 0:
-            return out
-        if flat.min() < view.first or flat.max() >= view.stop:
+            return 0
+        if view.segments is not None and (flat.min() < view.first or flat.max() >= view.stop):
+            raise RowNotFoundError(f"rows are {view.first} to {view.stop - 1}")
+        if view.segments is None and (flat.min() < view.first or flat.max() >= view.stop):
             if view.pending is None or flat.min() < view.first or flat.max() > view.stop:
                 raise RowNotFoundError(f"rows are {view.first} to {view.stop - 1}")
-            self._chunks[name].gather(view, flat, out, self.n_threads)
-            return out
-        np.take(values, flat - base, axis=0, out=out.reshape(len(flat), *field.shape), mode="clip")
-        return out
+            return self._chunks[name].gather(view, flat, out, self.n_threads)
+        shape = self.fields[name].shape
+        np.take(values, flat - base, axis=0, out=out.reshape(len(flat), *shape), mode="clip")
+        return 0
 
     def lookup(self, view: View, name: str) -> Callable[[Array], Array]:
         """Return a function from row ids of the view to items of a field."""
-        column = self._columns.get(name, view)
-        if column is None:
+        kept = self.kept(view, name)
+        if kept is None:
             return lambda ids: self.take(view, name, ids)
-        values, base = column.upto(view, self.n_threads)
+        values, base = kept
         return lambda ids: values[ids - base]
+
+    def kept(self, view: View, name: str) -> tuple[Array, int] | None:
+        """Return a field's array in memory and the id of its item 0; None where it is not."""
+        column = self._columns.get(name, view)
+        return None if column is None else column.upto(view, self.n_threads)
 
     def step_types(self, view: View, ids: Array) -> Array:
         """Return step types: NO_ROW outside the rows, LAST for the pending observation."""
         look_up = self.lookup(view, STEP_TYPE)
-        if ids.size == 0 or (ids.min() >= view.first and ids.max() < view.stop):
+        if view.segments is None and (
+            ids.size == 0 or (ids.min() >= view.first and ids.max() < view.stop)
+        ):
             return look_up(ids)
-        inside = (ids >= view.first) & (ids < view.stop)
+        inside = view.contains(ids)
         types = np.full(ids.shape, NO_ROW, np.uint8)
         types[inside] = look_up(ids[inside])
         if view.pending is not None:
             types[ids == view.stop] = LAST
+        if view.pending_ids is not None and len(view.pending_ids):
+            places = np.minimum(np.searchsorted(view.pending_ids, ids), len(view.pending_ids) - 1)
+            types[view.pending_ids[places] == ids] = LAST
         return types
 
     def count_steps(self, view: View, commit: Commit) -> int:
         """Return how many rows of the view are steps; only those past the commit are looked at."""
+        if view.segments is not None:
+            types = self.take(view, STEP_TYPE, view.ids(np.arange(view.n_rows)))
+            return int(np.count_nonzero(types <= MID))
         counted, start = commit.steps, commit.rows
         if commit.first_row != view.first or commit.rows > view.stop:
             # The commit is of another moment than the view.
@@ -133,11 +154,11 @@ class Rows:
         for chunks in self._chunks.values():
             chunks.forget_before(commit.first_chunk)
 
-    def on_change(self, old: Commit, new: Commit) -> None:
-        """Let go of what a commit has made old: evicted chunks, and the last one."""
+    def on_change(self, new: Commit, replaced: int) -> None:
+        """Let go of what a commit has made old: evicted chunks, and those from `replaced` on."""
         self.forget_before(new)
         for chunks in self._chunks.values():
-            chunks.forget_from(old.rows // self.chunk_rows)
+            chunks.forget_from(replaced)
 
 
 def _block_rows(commit: Commit) -> int:

@@ -21,7 +21,8 @@ class Episode:
     Attributes
     ----------
     start, stop
-        Its rows are ``[start, stop)``, the final observation's LAST row included.
+        Its first row, and one past its last, the final observation's LAST row included.
+        With one lane its rows are ``[start, stop)``.
     length
         Its number of steps.
     return_
@@ -29,6 +30,8 @@ class Episode:
     ended
         ``"terminated"``, ``"truncated"``, ``"cut"`` (ended without either flag:
         by ``end_episode()``, or because its writer stopped) or ``"running"``.
+    lane
+        Its time line.
     """
 
     start: int
@@ -36,16 +39,17 @@ class Episode:
     length: int
     return_: float
     ended: str
+    lane: int = 0
 
 
 class Episodes(Sequence[Episode]):
-    """The episodes of a buffer, oldest first, each also as columns.
+    """The episodes of a buffer, lane by lane, oldest first, each also as columns.
 
     An episode whose first rows were evicted begins at the oldest row there is.
 
     Attributes
     ----------
-    start, stop, length
+    start, stop, length, lane
         int64 arrays.
     returns
         float64 array.
@@ -55,25 +59,32 @@ class Episodes(Sequence[Episode]):
 
     def __init__(
         self,
-        first: int,
+        ids: Array,
+        lanes: Array,
         step_type: Array,
         reward: Array | None,
         terminated: Array | None,
         truncated: Array | None,
         *,
-        running: bool,
+        running: Array,
     ) -> None:
+        oldest = np.append(True, lanes[1:] != lanes[:-1])[: len(lanes)]
+        # The final observation of an episode that was evicted belongs to none.
+        keep = ~(oldest & (step_type > MID))
+        columns = (ids, lanes, step_type, reward, terminated, truncated, running)
+        ids, lanes, step_type, reward, terminated, truncated, running = (  # type: ignore[assignment]  # None stays None
+            None if column is None else column[keep] for column in columns
+        )
         n = len(step_type)
         is_step = step_type <= MID
-        is_start = step_type == FIRST
-        if n and is_step[0]:
-            is_start = is_start.copy()
-            is_start[0] = True
+        # The oldest step of a lane begins an episode, whatever was before it.
+        is_start = (step_type == FIRST) | (oldest[keep] & is_step)
         starts = np.flatnonzero(is_start)
         bounds = np.append(starts, n)
         steps = np.concatenate(([0], np.cumsum(is_step)))
-        self.start = starts + first
-        self.stop = bounds[1:] + first
+        self.lane = lanes[starts]
+        self.start = ids[starts]
+        self.stop = ids[bounds[1:] - 1] + 1 if len(starts) else ids[:0]
         self.length = steps[bounds[1:]] - steps[starts]
         if reward is None:
             self.returns = np.full(len(starts), np.nan)
@@ -85,8 +96,9 @@ class Episodes(Sequence[Episode]):
         for name, flags in (("truncated", truncated), ("terminated", terminated)):
             if flags is not None:
                 ended[flags[last_step]] = name
-        if running and len(starts) and ended[-1] == "cut":
-            ended[-1] = "running"
+        newest = np.append(lanes[1:] != lanes[:-1], True)[bounds[1:] - 1] if n else starts > 0
+        goes_on = newest & running[starts] & (ended == "cut")
+        ended[goes_on] = "running"
         self.ended = ended
 
     def __len__(self) -> int:
@@ -105,6 +117,7 @@ class Episodes(Sequence[Episode]):
             int(self.length[index]),
             float(self.returns[index]),
             str(self.ended[index]),
+            int(self.lane[index]),
         )
 
     def __iter__(self) -> Iterator[Episode]:

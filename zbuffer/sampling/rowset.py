@@ -41,56 +41,34 @@ class RowSet:
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        if self.segments is None:
-            return self.stop - self.first
-        return int(self.segments.bounds[-1])
+        return self.stop - self.first if self.segments is None else len(self.segments)
 
     def ids(self, positions: Array) -> Array:
         """Return the ids of the rows at some positions, int64."""
-        table = self.segments
-        if table is None:
-            return self.first + positions
-        segment = np.searchsorted(table.bounds, positions, "right") - 1
-        ids: Array = (
-            (table.first + segment) * table.segment_rows + positions - table.bounds[segment]
-        )
-        return ids
+        return self.first + positions if self.segments is None else self.segments.ids(positions)
 
     def count_below(self, ids: Array) -> Array:
         """Return how many rows have a lower id than each of `ids`, which may be any.
 
         Of the id of a row, that is its position.
         """
-        table = self.segments
-        if table is None:
-            below: Array = np.clip(ids, self.first, self.stop) - self.first
-            return below
-        n = len(table.used)
-        if n == 0:
-            return np.zeros(np.shape(ids), np.int64)
-        segment, offset = np.divmod(np.asarray(ids), table.segment_rows)
-        segment = segment - table.first
-        inside = np.clip(segment, 0, n - 1)
-        count = table.bounds[inside] + np.minimum(offset, table.used[inside])
-        return np.where(segment < 0, 0, np.where(segment >= n, table.bounds[-1], count))
+        if self.segments is not None:
+            return self.segments.count_below(ids)
+        below: Array = np.clip(ids, self.first, self.stop) - self.first
+        return below
 
     def contains(self, ids: Array) -> Array:
         """Return which of `ids`, which may be any, are rows."""
-        inside = (ids >= self.first) & (ids < self.stop)
-        table = self.segments
-        if table is None or len(table.used) == 0:
-            return inside
-        segment, offset = np.divmod(ids, table.segment_rows)
-        segment = np.clip(segment - table.first, 0, len(table.used) - 1)
-        return inside & (offset < table.used[segment])
+        if self.segments is not None:
+            return self.segments.contains(ids)
+        return (ids >= self.first) & (ids < self.stop)
 
     def lanes(self, ids: Array) -> Array:
         """Return the lane of each row, int64."""
-        table = self.segments
-        if table is None:
-            return np.zeros(np.shape(ids), np.int64)
-        lanes: Array = table.lane[ids // table.segment_rows - table.first]
-        return lanes
+        if self.segments is not None:
+            return self.segments.lanes(ids)
+        none: Array = np.zeros(np.shape(ids), np.int64)
+        return none
 
     def path(self, ids: Array, behind: int, ahead: int) -> Array:
         """Return the ids around each row in its lane, int64 (B, behind + 1 + ahead).
@@ -99,15 +77,16 @@ class RowSet:
         there is an id that is no row; behind the newest row it is the id that
         the next row will have, if that is known.
         """
+        # Built with the places as rows: whoever walks along takes one place at a time.
         if self.segments is None:
-            return ids[:, None] + np.arange(-behind, ahead + 1)
-        path = np.empty((len(ids), behind + 1 + ahead), np.int64)
-        path[:, behind] = ids
+            return (ids + np.arange(-behind, ahead + 1)[:, None]).T
+        path = np.empty((behind + 1 + ahead, len(ids)), np.int64)
+        path[behind] = ids
         for place in range(behind, 0, -1):
-            path[:, place - 1] = self._before(path[:, place], self.segments)
+            path[place - 1] = self._before(path[place], self.segments)
         for place in range(behind, behind + ahead):
-            path[:, place + 1] = self._after(path[:, place], self.segments)
-        return path
+            path[place + 1] = self._after(path[place], self.segments)
+        return path.T
 
     def _before(self, ids: Array, table: Segments) -> Array:
         segment, offset = np.divmod(ids, table.segment_rows)

@@ -53,21 +53,21 @@ class UniformSampler:
 
 
 class RandomStream:
-    """The random numbers of each batch: a function of seed and step alone.
+    """The random numbers of each batch: a function of seed, rank and step alone.
 
     Notes
     -----
     For one thread: the generator is one and the same, set anew at each step.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rank: int = 0) -> None:
         self._key = np.array([seed, 0], np.uint64)
         self._bits = np.random.Philox(key=self._key)
         self._generator = np.random.Generator(self._bits)
         # Setting a state is a tenth of the work of making a generator.
         self._state: Any = {
             "bit_generator": "Philox",
-            "state": {"counter": np.zeros(4, np.uint64), "key": self._key},
+            "state": {"counter": np.array([0, 0, 0, rank], np.uint64), "key": self._key},
             "buffer": np.zeros(4, np.uint64),
             "buffer_pos": 4,
             "has_uint32": 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 
 from zbuffer.errors import SampleError
 from zbuffer.format.commit import FIRST, LAST, MID
+from zbuffer.sampling.rowset import RowSet
 
 Array = np.ndarray[Any, Any]
 Lookup = Callable[[Array], Array]
+Kept = Mapping[str, tuple[Array, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,11 @@ class Windows:
     ----------
     ids
         int64 (B,): the drawn rows.
-    begin
-        int64 (B,): offset of the oldest row that the stack may use, 0 or below.
+    stacks
+        int64 (B, places): the rows whose observations make the stack, oldest first; then
+        those of the stack after the steps, less what both share if they are one step
+        apart. Where the observation after the steps is not stored, the drawn row stands
+        in; its place is blanked later.
     n_steps
         int64 (B,): steps summed, 1 to ``n_step``.
     reward
@@ -76,7 +81,7 @@ class Windows:
     """
 
     ids: Array
-    begin: Array
+    stacks: Array
     n_steps: Array
     reward: Array | None
     discount: Array
@@ -84,46 +89,26 @@ class Windows:
     truncated: Array
     mask: Array
 
-    def obs_ids(self, stack: int) -> Array:
-        """Return the rows of the observations, int64 (B, stack)."""
-        return self._stack(np.arange(1 - stack, 1))
-
-    def next_ids(self, stack: int) -> Array:
-        """Return the rows of the observations after the steps, int64 (B, stack).
-
-        Where none is stored the drawn row stands in; its place is blanked later.
-        """
-        return self._without_missing(self._stack(np.arange(1 - stack, 1) + self.n_steps[:, None]))
-
-    def both_ids(self, stack: int) -> Array:
-        """Return the rows of both, int64 (B, stack + 1), for windows of one step."""
-        return self._without_missing(self._stack(np.arange(1 - stack, 2)))
-
-    def _without_missing(self, ids: Array) -> Array:
-        if not self.mask.all():
-            ids[~self.mask, -1] = self.ids[~self.mask]
-        return ids
-
-    def _stack(self, offsets: Array) -> Array:
-        return self.ids[:, None] + np.maximum(offsets, self.begin[:, None])
-
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
     """Small fields by row id.
 
-    Ids given to `step_type` may lie outside the rows; the others are asked for ids
-    up to `last`, the newest row.
+    Ids given to `step_type` may be of no row; the others are asked for rows only.
+    `running` says of lanes whether the episode of their newest row goes on. `kept` has
+    the fields themselves, where all of them are in memory: name to an array, and the id
+    of its item 0.
     """
 
-    last: int
     step_type: Lookup
+    running: Lookup
     reward: Lookup | None = None
     terminated: Lookup | None = None
     truncated: Lookup | None = None
+    kept: Kept | None = None
 
 
-def resolve(ids: Array, window: Window, lookups: Lookups) -> tuple[Windows, Array]:
+def resolve(ids: Array, window: Window, rows: RowSet, lookups: Lookups) -> tuple[Windows, Array]:
     """Find the window of each id.
 
     Returns
@@ -135,15 +120,38 @@ def resolve(ids: Array, window: Window, lookups: Lookups) -> tuple[Windows, Arra
         not evicted, and the observation after it is stored or its episode
         terminated there.
     """
-    k, n = window.stack, window.n_step
-    types = lookups.step_type(ids + np.arange(1 - k, n + 1)[:, None])
+    k, n = window.stack, window.n_step if window.next_obs else 0
+    path = rows.path(ids, k - 1, n)
+    types = lookups.step_type(path.T)
     begin, valid = _behind(types[:k])
     if not window.next_obs:
         none = np.zeros(len(ids), bool)
+        stacks = _stack(path, k, begin, np.arange(1 - k, 1))
         zero = np.zeros(len(ids), np.int64)
-        return Windows(ids, begin, zero, None, zero, none, none, none), valid
-    windows = _ahead(ids, begin, types[k - 1 :], window, lookups)
+        return Windows(ids, stacks, zero, None, none, none, none, none), valid
+    windows = _ahead(path, begin, types[k - 1 :], window, lookups)
     return windows, valid & (windows.n_steps > 0)
+
+
+def _stacks(path: Array, begin: Array, n_steps: Array, mask: Array, window: Window) -> Array:
+    """Return the rows of both stacks."""
+    k = window.stack
+    offsets = np.arange(1 - k, 2 if window.n_step == 1 else 1)
+    stacks = _stack(path, k, begin, offsets)
+    if window.n_step > 1:
+        following = _stack(path, k, begin, offsets + n_steps[:, None])
+        stacks = np.concatenate((stacks, following), axis=1)
+    if not mask.all():
+        missing = np.flatnonzero(~mask)
+        stacks[missing, -1] = path[missing, k - 1]
+    return stacks
+
+
+def _stack(path: Array, k: int, begin: Array, offsets: Array) -> Array:
+    places = np.maximum(offsets, begin[:, None])
+    places += k - 1
+    stack: Array = path[np.arange(len(path))[:, None], places]
+    return stack
 
 
 def select(windows: Windows, keep: Array) -> Windows:
@@ -187,9 +195,9 @@ def _behind(types: Array) -> tuple[Array, Array]:
 _FOLLOWS = np.isin(np.arange(256), (MID, LAST))
 
 
-def _ahead(ids: Array, begin: Array, types: Array, window: Window, lookups: Lookups) -> Windows:
+def _ahead(path: Array, begin: Array, types: Array, window: Window, lookups: Lookups) -> Windows:
     """Walk up to `n_step` steps; `types` are (n_step + 1, B), from the drawn rows on."""
-    n = len(ids)
+    n = len(path)
     alive = types[0] <= MID
     n_steps = np.zeros(n, np.int64)
     terminated = np.zeros(n, bool)
@@ -197,8 +205,10 @@ def _ahead(ids: Array, begin: Array, types: Array, window: Window, lookups: Look
     mask = np.zeros(n, bool)
     reward: Array | None = None
     for j in range(window.n_step):
-        # Beyond the newest row any row will do: it is not counted.
-        rows = np.minimum(ids + j, lookups.last) if j else ids
+        rows = path[:, window.stack - 1 + j]
+        if j:
+            # Where the walk is over, any row will do: it is not counted.
+            rows = np.where(alive, rows, path[:, window.stack - 1])
         stored = _FOLLOWS[types[j + 1]]
         taken = alive & stored
         if lookups.terminated is not None:
@@ -216,7 +226,9 @@ def _ahead(ids: Array, begin: Array, types: Array, window: Window, lookups: Look
             alive = taken & ~terminated & ~truncated & (types[j + 1] == MID)
     discount = (window.gamma ** np.arange(window.n_step + 1)).astype(np.float32)[n_steps]
     discount[terminated] = 0.0
-    return Windows(ids, begin, n_steps, reward, discount, terminated, truncated, mask)
+    stacks = _stacks(path, begin, n_steps, mask, window)
+    ids = np.ascontiguousarray(path[:, window.stack - 1])
+    return Windows(ids, stacks, n_steps, reward, discount, terminated, truncated, mask)
 
 
 def _add_reward(total: Array | None, here: Array, taken: Array, j: int, window: Window) -> Array:

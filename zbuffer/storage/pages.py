@@ -13,7 +13,7 @@ import numpy as np
 from zbuffer.errors import DamagedError
 from zbuffer.format.commit import Commit
 from zbuffer.format.layout import TAIL
-from zbuffer.format.tail import PageLayout, PageState, state_word
+from zbuffer.format.tail import PageLayout, PageState, segment_states
 from zbuffer.storage.local import storage_error
 
 
@@ -50,11 +50,14 @@ class Page:
         self.file = Path(file)
         #: Its chunk is sealed: nobody who looks it up anew should use the page.
         self.retired = False
+        #: With lanes: it waits to be sealed, and nothing is added to it any more.
+        self.queued = self.final = False
         self.first = chunk * commit.chunk_rows
-        self._state = state_word(view)
-        count = self.state.count
-        if not 0 <= count <= commit.chunk_rows:
-            raise DamagedError(f"{file} claims {count} rows of {commit.chunk_rows}")
+        #: By segment, see :func:`zbuffer.format.tail.segment_states`.
+        self.states = segment_states(view, commit.segments_of_chunk)
+        counts = self.states[:, 0] >> 2
+        if not 0 <= counts.min() <= counts.max() <= commit.rows_of_segment:
+            raise DamagedError(f"{file} claims {counts.max()} rows of {commit.rows_of_segment}")
         self.columns: dict[str, np.ndarray[Any, Any]] = {}
         rows = commit.chunk_rows + 1
         for name, field in commit.fields.items():
@@ -90,12 +93,12 @@ class Page:
 
     @property
     def state(self) -> PageState:
-        """What the page holds now."""
-        return PageState.unpack(int(self._state[0]))
+        """What the page holds now, or its first segment."""
+        return PageState.unpack(int(self.states[0, 0]))
 
     def publish(self, state: PageState) -> None:
         """Make rows, and what follows them, visible to readers."""
-        self._state[0] = state.pack()
+        self.states[0, 0] = state.pack()
 
     def unlink(self) -> None:
         """Remove the file; maps of it stay valid."""

@@ -9,10 +9,15 @@ import numpy as np
 
 from zbuffer.errors import DamagedError
 from zbuffer.format import layout
-from zbuffer.format.commit import Commit
+from zbuffer.format.commit import MID, Commit
 from zbuffer.format.tail import PageState
+from zbuffer.reading.lanes import overlay
+from zbuffer.reading.segments import read_segments
+from zbuffer.schema import STEP_TYPE
 from zbuffer.storage.local import LocalStore
 from zbuffer.storage.pages import Page, page_file, page_numbers
+from zbuffer.writing.ledger import read_step_types
+from zbuffer.writing.segment_table import SegmentTable
 
 
 def write_new(store: LocalStore, commit: Commit) -> None:
@@ -87,6 +92,41 @@ def recover_pages(
     if committed_page is not None:
         committed_page.unlink()
     return pages
+
+
+def recover_lanes(store: LocalStore, commit: Commit) -> list[Page]:
+    """Return the pages that a writer of lanes left, oldest first; none is gone on with."""
+    root = store.file("")
+    pages = []
+    for chunk in page_numbers(root):
+        if chunk < commit.first_chunk:
+            page_file(root, chunk).unlink()
+        else:
+            pages.append(Page(commit, page_file(root, chunk), chunk, writable=True))
+    return pages
+
+
+def lane_state(
+    store: LocalStore, commit: Commit, pages: list[Page]
+) -> tuple[SegmentTable, np.ndarray]:
+    """Return the segments that there are, and the steps of each lane so far."""
+    table = read_segments(store, commit)
+    rows, _ = overlay(table, commit, {page.chunk: page for page in pages})
+    types = read_step_types(store, commit)
+    size, first = commit.rows_of_segment, commit.first_chunk
+    steps = np.zeros(commit.lanes, np.int64)
+    by_page = {page.chunk: page.columns[STEP_TYPE] for page in pages}
+    for at, (lane, before, used) in enumerate(rows.tolist()):
+        if lane < 0 or used == 0:
+            continue
+        chunk, place = divmod(at, commit.segments_of_chunk)
+        column = by_page.get(first + chunk)
+        if column is None:
+            column = types[chunk]
+        here = column[place * size : place * size + used]
+        steps[lane] = before + int(np.count_nonzero(here <= MID))
+    start = first * commit.segments_of_chunk
+    return SegmentTable(size, start, rows), steps
 
 
 def take_over(commit: Commit) -> Commit:

@@ -12,67 +12,21 @@ from typing import Any
 import numpy as np
 
 from zbuffer.format import layout
-from zbuffer.format.commit import LAST, NO_ROW, Commit
-from zbuffer.format.segments import decode_segments, encode_segments
+from zbuffer.format.commit import MID, NO_ROW, Commit
 from zbuffer.schema import STEP_TYPE
 from zbuffer.storage import Store
 from zbuffer.storage.pages import Page
 from zbuffer.writing.encode import Encoder
+from zbuffer.writing.ledger import Ledger
 
-
-class Ledger:
-    """What the writer knows about each live chunk: steps before it, and its bytes.
-
-    Notes
-    -----
-    Used by the sealing thread, and at open before that thread exists.
-    """
-
-    def __init__(self, store: Store, commit: Commit) -> None:
-        self._store = store
-        self._first = commit.first_chunk
-        self._first_steps: deque[int] = deque()
-        self._used: deque[int] = deque()
-        self.nbytes: dict[int, int] = {}
-        for chunk in range(commit.first_chunk, commit.stop_chunk):
-            part, row = divmod(chunk, layout.SEGMENT_CHUNK)
-            if row == 0 or chunk == commit.first_chunk:
-                key = layout.segments_path(part)
-                table = decode_segments(store.read(key), f"{store.path}/{key}")
-            self._first_steps.append(int(table[row, 1]))
-            self._used.append(int(table[row, 2]))
-
-    def first_step(self, chunk: int) -> int:
-        """Return how many steps came before a chunk."""
-        return self._first_steps[chunk - self._first]
-
-    def record(self, chunk: int, first_step: int, used: int) -> bytes:
-        """Note a chunk, and return the part of the segment table that holds it."""
-        at = chunk - self._first
-        if at == len(self._used):
-            self._first_steps.append(first_step)
-            self._used.append(used)
-        self._used[at] = used
-        start = chunk - chunk % layout.SEGMENT_CHUNK
-        rows = np.zeros((chunk - start + 1, 3), np.int64)
-        # Chunks before the first live one keep zeros: nothing is asked about them.
-        for number in range(max(start, self._first), chunk + 1):
-            i = number - self._first
-            rows[number - start] = (0, self._first_steps[i], self._used[i])
-        return encode_segments(rows)
-
-    def drop_first(self) -> None:
-        """Forget the oldest chunk."""
-        self.nbytes.pop(self._first, None)
-        self._first_steps.popleft()
-        self._used.popleft()
-        self._first += 1
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     page: Page
     count: int
+    segments: Array | None = None
 
 
 class Sealer:
@@ -111,7 +65,9 @@ class Sealer:
         self._error: BaseException | None = None
         self._stopping = False
         if commit.capacity_nbytes is not None:
-            self._measure_chunks()
+            for chunk in range(commit.first_chunk, commit.stop_chunk):
+                nbytes = sum(self._store.size(key) for key in self._keys(chunk))
+                self._ledger.set_nbytes(chunk, nbytes)
         self._thread = threading.Thread(target=self._run, name="zbuffer-seal", daemon=True)
         self._thread.start()
 
@@ -119,6 +75,12 @@ class Sealer:
         """Queue the first `count` rows of a page."""
         with self._changed:
             self._jobs.append(_Job(page, count))
+            self._changed.notify_all()
+
+    def submit_segments(self, page: Page, segments: Array) -> None:
+        """Queue a page of a buffer with lanes, as its part of the segment table says."""
+        with self._changed:
+            self._jobs.append(_Job(page, len(segments), segments))
             self._changed.notify_all()
 
     def wait(self, at_most: int) -> None:
@@ -146,7 +108,7 @@ class Sealer:
     def write_commit(self, commit: Commit) -> None:
         """Write arrays' metadata, then the commit."""
         for path, document in self._documents.items():
-            rows = commit.stop_chunk if path == layout.SEGMENTS else commit.rows
+            rows = commit.stop_segment if path == layout.SEGMENTS else commit.rows
             self._store.write(f"{path}/zarr.json", layout.dump(layout.with_rows(document, rows)))
         self._store.write(layout.ROOT, layout.dump(layout.root_document(commit)))
         self.commit = commit
@@ -176,24 +138,27 @@ class Sealer:
         written = 0
         for name, field in commit.fields.items():
             if field.nbytes > 0:
-                raw = _padded(page.columns[name], job.count, NO_ROW if name == STEP_TYPE else 0)
+                fill = NO_ROW if name == STEP_TYPE else 0
+                if job.segments is None:
+                    raw = _padded(page.columns[name], job.count, fill)
+                else:
+                    used = job.segments[:, 2]
+                    raw = _padded_segments(page.columns[name], used, commit.rows_of_segment, fill)
                 data = self._encoders[name](raw)
                 self._store.write(layout.chunk_path(name, field, page.chunk), data)
                 written += len(data)
-        self._ledger.nbytes[page.chunk] = written
-        steps = np.count_nonzero(page.columns[STEP_TYPE][: job.count] != LAST)
-        before = commit.steps
-        if page.chunk == commit.rows // commit.chunk_rows and commit.rows % commit.chunk_rows:
-            # A fuller version of a chunk whose first rows are committed already.
-            first_step = self._ledger.first_step(page.chunk)
-            before = first_step - self._ledger.first_step(commit.first_chunk)
-        elif commit.rows == commit.first_row:
-            first_step = 0
+                if name == STEP_TYPE:
+                    steps = int(np.count_nonzero(raw <= MID))
+        if job.segments is None:
+            rows = page.first + job.count
+            table = self._ledger.record(page.chunk, job.count, steps, written)
         else:
-            first_step = self._ledger.first_step(commit.first_chunk) + commit.steps
-        table = self._ledger.record(page.chunk, first_step, job.count)
-        self._store.write(layout.segments_path(page.chunk // layout.SEGMENT_CHUNK), table)
-        commit = replace(commit, rows=page.first + job.count, steps=before + int(steps))
+            # A chunk that is sealed again may lie before others.
+            rows = max(commit.rows, page.first + job.count * commit.rows_of_segment)
+            table = self._ledger.record_segments(page.chunk, job.segments, steps, written)
+        for key, data in table.items():
+            self._store.write(key, data)
+        commit = replace(commit, rows=rows, steps=self._ledger.total_steps)
         evicted = self._evict(commit)
         self.write_commit(evicted)
         for chunk in range(commit.first_chunk, evicted.first_chunk):
@@ -204,18 +169,20 @@ class Sealer:
     def _evict(self, commit: Commit) -> Commit:
         """Return the commit without the oldest chunks that are over the capacity."""
         first, steps = commit.first_chunk, commit.steps
-        nbytes = sum(self._ledger.nbytes.values()) if commit.capacity_nbytes else 0
-        while first + 1 < commit.stop_chunk and self._is_over(commit, first, nbytes):
-            steps -= self._ledger.first_step(first + 1) - self._ledger.first_step(first)
-            nbytes -= self._ledger.nbytes.get(first, 0)
+        ledger = self._ledger
+        rows, nbytes = ledger.total_rows, ledger.total_nbytes
+        while first + 1 < commit.stop_chunk:
+            if commit.capacity_rows is not None:
+                over = rows - ledger.rows(first) >= commit.capacity_rows
+            else:
+                over = commit.capacity_nbytes is not None and nbytes > commit.capacity_nbytes
+            if not over:
+                break
+            steps -= ledger.steps(first)
+            rows -= ledger.rows(first)
+            nbytes -= ledger.nbytes(first)
             first += 1
         return replace(commit, first_row=first * commit.chunk_rows, steps=steps)
-
-    def _is_over(self, commit: Commit, first: int, nbytes: int) -> bool:
-        if commit.capacity_rows is not None:
-            left = commit.rows - (first + 1) * commit.chunk_rows
-            return left >= commit.capacity_rows
-        return commit.capacity_nbytes is not None and nbytes > commit.capacity_nbytes
 
     def _keys(self, chunk: int) -> list[str]:
         """Return the keys of a chunk, of all fields that have any bytes."""
@@ -228,12 +195,8 @@ class Sealer:
             with contextlib.suppress(OSError):
                 self._store.delete(key)
 
-    def _measure_chunks(self) -> None:
-        for chunk in range(self.commit.first_chunk, self.commit.stop_chunk):
-            self._ledger.nbytes[chunk] = sum(self._store.size(k) for k in self._keys(chunk))
 
-
-def _padded(column: np.ndarray[Any, Any], count: int, fill: int) -> np.ndarray[Any, Any]:
+def _padded(column: Array, count: int, fill: int) -> Array:
     """Return a whole chunk whose rows from `count` on are the fill value."""
     chunk_rows = len(column) - 1
     if count == chunk_rows:
@@ -242,4 +205,16 @@ def _padded(column: np.ndarray[Any, Any], count: int, fill: int) -> np.ndarray[A
     if fill:
         padded[count:] = fill
     padded[:count] = column[:count]
+    return padded
+
+
+def _padded_segments(column: Array, used: Array, segment_rows: int, fill: int) -> Array:
+    """Return a whole chunk of whose segments only the used rows are not the fill value."""
+    chunk_rows = len(column) - 1
+    if len(used) * segment_rows == chunk_rows and (used == segment_rows).all():
+        return column[:chunk_rows]
+    padded = np.full((chunk_rows, *column.shape[1:]), np.array(fill).astype(column.dtype))
+    for segment, count in enumerate(used.tolist()):
+        start = segment * segment_rows
+        padded[start : start + count] = column[start : start + count]
     return padded

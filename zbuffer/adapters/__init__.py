@@ -1,0 +1,1 @@
+"""zbuffer in other libraries' places; each module is imported where it is used."""
