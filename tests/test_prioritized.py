@@ -140,7 +140,7 @@ def test_where_a_leaf_is_named_twice_the_last_value_counts() -> None:
     tree.set(np.array([3, 5, 3, 0, 3, 5]), np.array([9.0, 8.0, 7.0, 6.0, 5.0, 0.0]))
 
     assert tree.get(np.arange(8)).tolist() == [6, 1, 1, 5, 1, 0, 1, 1]
-    assert tree.total == 15
+    assert tree.total == 16
 
 
 def test_the_least_value_is_that_of_a_leaf_above_0() -> None:
@@ -214,15 +214,14 @@ def test_the_weights_are_those_of_the_formula() -> None:
     priorities = np.random.default_rng(2).uniform(0.01, 2, 50).tolist()
     sampler = PrioritizedSampler(table_of(priorities, alpha=0.6), beta=0.7)
 
-    ids, weights = (lambda d: (d.ids, d.weights))(
-        sampler.draw(500, RowSet(0, 50), np.random.default_rng(0))
-    )
+    draw = sampler.draw(500, RowSet(0, 50), np.random.default_rng(0))
 
     total = math.fsum(p**0.6 for p in priorities)
     every = [(50 * p**0.6 / total) ** -0.7 for p in priorities]
-    assert weights is not None
-    assert weights.dtype == np.float64
-    assert weights.tolist() == pytest.approx([every[i] / max(every) for i in ids], rel=1e-12)
+    wanted = [every[i] / max(every) for i in draw.ids]
+    assert draw.weights is not None
+    assert draw.weights.dtype == np.float64
+    assert draw.weights.tolist() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_weights_are_over_the_largest_of_the_buffer_not_of_the_batch() -> None:
@@ -380,18 +379,18 @@ def test_new_rows_get_the_largest_priority_there_ever_was() -> None:
 
 @pytest.mark.parametrize("alpha", [-0.1, math.nan, math.inf, "0.6", None, True])
 def test_an_alpha_that_makes_no_sense_is_refused(alpha: Any) -> None:
-    with pytest.raises(ValueError, match="^alpha must be a finite number from 0 on, got "):
+    with pytest.raises(ValueError, match=r"^alpha must be a finite number from 0 on, got "):
         PriorityTable(alpha)
 
 
 @pytest.mark.parametrize("beta", [-0.1, 1.1, math.nan, "0.4", None, True])
 def test_a_beta_that_makes_no_sense_is_refused(beta: Any) -> None:
-    with pytest.raises(ValueError, match="^beta must be from 0 to 1, got "):
+    with pytest.raises(ValueError, match=r"^beta must be from 0 to 1, got "):
         PrioritizedSampler(PriorityTable(), beta)
 
     late = PrioritizedSampler(PriorityTable(), lambda step: beta)
     late.begin(3)
-    with pytest.raises(ValueError, match="^beta must be from 0 to 1, got .* at step 3$"):
+    with pytest.raises(ValueError, match=r"^beta must be from 0 to 1, got .* at step 3$"):
         late.draw(1, RowSet(0, 1), np.random.default_rng(0))
 
 
@@ -449,7 +448,7 @@ def test_where_all_rows_to_draw_from_were_evicted_the_error_says_so() -> None:
     table.sync(RowSet(5, 8))
     sampler = PrioritizedSampler(table)
 
-    with pytest.raises(RowNotFoundError, match="^all 4 rows were evicted before they were drawn$"):
+    with pytest.raises(RowNotFoundError, match=r"^all 4 rows were evicted before they were drawn$"):
         sampler.draw(2, RowSet(0, 4), np.random.default_rng(0))
     table.sync(RowSet(8, 8))
     with pytest.raises(RowNotFoundError, match="evicted"):
@@ -592,7 +591,7 @@ class Prioritized(RuleBasedStateMachine):
 
         ignored = self.table.update(ids, priorities)
 
-        wanted = {i: p for i, p in zip(ids.tolist(), priorities.tolist(), strict=True)}
+        wanted = dict(zip(ids.tolist(), priorities.tolist(), strict=True))
         there = {i: p for i, p in wanted.items() if i in self.model}
         self.model |= there
         self.largest = max([self.largest, *there.values()])

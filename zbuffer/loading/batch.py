@@ -10,7 +10,7 @@ import numpy as np
 
 from zbuffer.errors import SampleError, SchemaError
 from zbuffer.loading.drawing import Drawn, draw, row_set
-from zbuffer.loading.native_windows import can_be_native, native_windows
+from zbuffer.loading.native_windows import NativeWindow, native_window, native_windows
 from zbuffer.reading.chunks import View
 from zbuffer.reading.rows import Rows
 from zbuffer.sampling.rowset import RowSet
@@ -89,7 +89,8 @@ class Assembler:
         self._reward = schema.named("reward")
         self._terminated = schema.named("terminated")
         self._truncated = schema.named("truncated")
-        self._native = can_be_native(window, schema, self._reward)
+        reward = self._reward if self._chained else None
+        self._native = native_window(rows.native_windows, self._window, schema, reward)
         self._images = list(dict.fromkeys([*self._observations, *self._following]))
         self._plain = [
             name
@@ -107,8 +108,7 @@ class Assembler:
     ) -> Drawn[Windows] | None:
         """Draw `n` rows that have a window; see :func:`zbuffer.loading.drawing.draw`."""
         rows = row_set(self._rows, view)
-        native = self._rows.native_windows if self._native else None
-        shape = _WindowShape(self._window, rows, self._lookups(view), view, native)
+        shape = _WindowShape(self._window, rows, self._lookups(view), view, self._native)
         return draw(n, rows, sampler, rng, shape)
 
     def assemble(self, drawn: Drawn[Windows], view: View, allocate: Allocate) -> Assembled:
@@ -224,11 +224,11 @@ class _WindowShape:
     rows: RowSet
     lookups: Lookups
     view: View
-    native: Any
+    native: NativeWindow | None
 
     def pick(self, ids: Array, most: int) -> tuple[Windows, Array]:
         if self.native is not None and self.lookups.kept is not None:
-            return native_windows(self.native, ids, most, self.window, self.view, self.lookups.kept)
+            return native_windows(self.native, ids, most, self.view, self.lookups.kept)
         windows, valid = resolve(ids, self.window, self.rows, self.lookups)
         keep = np.flatnonzero(valid)[:most]
         return select(windows, keep), keep

@@ -2,9 +2,10 @@
  * array by array. The Python function is the definition; this one is for speed. */
 #include "_native.h"
 
+#include <stdlib.h>
 #include <string.h>
 
-enum { FIRST = 0, MID = 1, LAST = 2, NO_ROW = 255, NO_ID = -1, MOST_PLACES = 4096 };
+enum { FIRST = 0, MID = 1, LAST = 2, NO_ROW = 255, NO_ID = -1, FEW_PLACES = 64, MOST_PLACES = 4096 };
 
 typedef struct {
     /* which ids are rows, and how they follow each other */
@@ -71,6 +72,7 @@ typedef struct {
     int64_t *ids, *stacks, *n_steps, *kept;
     uint8_t *reward, *terminated, *truncated, *mask;
     float *discount;
+    int64_t *behind, *ahead; /* the path around the row that is looked at */
 } window_out;
 
 static void add_reward(const window_out *out, uint8_t *total, const uint8_t *here, int64_t j)
@@ -97,7 +99,7 @@ static void add_reward(const window_out *out, uint8_t *total, const uint8_t *her
 /* Find the window of one row, and write it as number `at`; false where there is none. */
 static bool find_window(const rows_view *rows, const window_out *out, int64_t id, int64_t at)
 {
-    int64_t behind[MOST_PLACES], ahead[MOST_PLACES];
+    int64_t *behind = out->behind, *ahead = out->ahead;
     const int64_t k = out->stack, n = out->n_step;
     int64_t back = 0;
     behind[0] = ahead[0] = id;
@@ -252,11 +254,21 @@ PyObject *py_windows(PyObject *module, PyObject *args)
     if (!PyErr_Occurred() && outside)
         PyErr_SetString(PyExc_ValueError, "ids outside the rows");
     if (!PyErr_Occurred()) {
+        int64_t path[2 * FEW_PLACES], *more = NULL;
+        out.behind = path;
+        if (stack + n_step > FEW_PLACES) {
+            out.behind = more = malloc(2 * sizeof(int64_t) * (size_t)(stack + n_step + 2));
+            if (more == NULL)
+                PyErr_NoMemory();
+        }
+        out.ahead = out.behind + stack;
         int64_t at = 0;
-        for (int64_t i = 0; i < n && at < limit; i++)
+        for (int64_t i = 0; i < n && at < limit && out.behind != NULL; i++)
             if (find_window(&rows, &out, ids[i], at))
                 out.kept[at++] = i;
-        result = PyLong_FromLongLong(at);
+        free(more);
+        if (!PyErr_Occurred())
+            result = PyLong_FromLongLong(at);
     }
     while (b.n > 0)
         PyBuffer_Release(&b.held[--b.n]);

@@ -154,8 +154,8 @@ def _stack(path: Array, k: int, begin: Array, offsets: Array) -> Array:
     return stack
 
 
-def select(windows: Windows, keep: Array) -> Windows:
-    """Return some of the windows, by boolean mask or index."""
+def select(windows: Windows, keep: Array | slice) -> Windows:
+    """Return some of the windows, by boolean mask, index or slice."""
     kept: Any = (value if value is None else value[keep] for value in _values(windows))
     return Windows(*kept)
 
