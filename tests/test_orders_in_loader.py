@@ -138,6 +138,7 @@ def test_ranks_share_an_epoch_out_and_draw_apart_otherwise(buffer: zbuffer.Buffe
 
 
 def test_statistics_say_how_random_a_batch_is(buffer: zbuffer.Buffer) -> None:
+    buffer.flush()  # rows in the tail are not decoded
     found = {}
     for order, options in ORDERS[:2]:
         with buffer.loader(64, order=order, prefetch=0, **options) as loader:
@@ -322,6 +323,32 @@ def test_learning_does_not_run_ahead_of_collecting(tmp_path: Path) -> None:
         # Closing the loader ends the wait.
         assert stopped.wait(10)
         thread.join()
+
+
+def test_a_loader_says_when_collecting_is_ahead(tmp_path: Path) -> None:
+    with (
+        zbuffer.create(tmp_path / "b", SCHEMA, chunk_rows=32) as buffer,
+        buffer.loader(8, samples_per_insert=1.0, tolerance=16, prefetch=0) as loader,
+    ):
+        fill(buffer, 16)
+        assert loader.may_append(0)
+        fill(buffer, 40, start=16)
+        assert not loader.may_append()
+        assert not loader.wait_to_append(timeout_s=0.01)
+        for _ in range(7):
+            next(loader)
+        assert loader.wait_to_append(10, timeout_s=1.0)
+
+
+def test_loading_a_state_ends_a_wait_for_rows(tmp_path: Path) -> None:
+    with (
+        zbuffer.create(tmp_path / "b", SCHEMA, chunk_rows=32) as buffer,
+        buffer.loader(8, min_rows=100, prefetch=2) as loader,
+    ):
+        loader.load_state_dict(loader.state_dict())
+        fill(buffer, 120)
+
+        assert len(next(loader)["indices"]) == 8
 
 
 def test_a_follower_paces_itself_by_the_rows_of_the_writer(tmp_path: Path) -> None:

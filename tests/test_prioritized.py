@@ -432,6 +432,16 @@ def test_rows_of_an_earlier_moment_take_nothing_back() -> None:
     assert table.state()[1].tolist() == before == [5, 1, 1, 1, 1, 0, 0, 0, 6, 1]
 
 
+def test_rows_evicted_before_a_state_was_kept_stay_away() -> None:
+    table = PriorityTable.from_state(1.0, 10, np.array([2.0, 3.0]), 4.0)
+
+    table.sync(RowSet(8, 14))
+
+    assert table.state()[:1] == (10,)
+    assert table.state()[1].tolist() == [2, 3, 4, 4]
+    assert table.priorities([8, 9]).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("newer", [0.5, 1e12])
 def test_rows_that_came_later_than_those_to_draw_from_are_not_drawn(newer: float) -> None:
     table = table_of([1.0, 1.0, 2.0, 4.0])

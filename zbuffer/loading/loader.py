@@ -117,7 +117,7 @@ class Loader:
         self._keeper = keeper
         self._random = RandomStream(int(options.seed), options.rank)
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._stopping = False
         self._lock = threading.Lock()
         self._batches, self._n_blocks, self._wait_s, self._make_s = 0, 0, 0.0, 0.0
         self._last: Made | None = None
@@ -179,8 +179,12 @@ class Loader:
             The state is of a loader with another order or seed.
         """
         self._check_state(state)
+        self._stopping = True
+        if self._keeper is not None:
+            self._keeper.notify()
         if self._prefetcher is not None:
             self._prefetcher.close()
+        self._stopping = False
         self._state = dict(state)
         self._begin_at(self._state)
 
@@ -195,6 +199,25 @@ class Loader:
         chunks, effective, uniform = spread
         return LoaderStatistics(n, *times, blocks, chunks, effective, uniform, paced)
 
+    def may_append(self, n: int = 1) -> bool:
+        """Whether `n` rows may be appended without collecting running ahead of learning.
+
+        Always True without ``samples_per_insert``.
+        """
+        return self._keeper is None or self._keeper.may_append(n)
+
+    def wait_to_append(self, n: int = 1, *, timeout_s: float | None = None) -> bool:
+        """Wait until `n` rows may be appended; False where the time is up before.
+
+        For the thread or the process that collects, while another one takes batches.
+
+        Raises
+        ------
+        ClosedError
+            The loader was closed.
+        """
+        return self._keeper is None or self._keeper.wait_to_append(n, timeout_s=timeout_s)
+
     @property
     def closed(self) -> bool:
         """Whether the loader is closed."""
@@ -203,6 +226,8 @@ class Loader:
     def close(self) -> None:
         """End the prefetch thread; calling it again does nothing."""
         self._closed = True
+        if self._keeper is not None:
+            self._keeper.close()
         if self._prefetcher is not None and os.getpid() == self._pid:
             self._prefetcher.close()
 
@@ -243,7 +268,7 @@ class Loader:
     def _make_batch(self) -> Made | None:
         n = int(self._options.batch_size)
         if self._keeper is not None:
-            self._keeper.wait(n, lambda: self._closed)
+            self._keeper.wait(n, lambda: self._closed or self._stopping)
         begin = getattr(self._maker.sampler, "begin", None)
         if begin is not None:
             begin(self._step)

@@ -114,6 +114,7 @@ class PriorityTable:
             self._forget_others(rows)
         ids = self._seen.new_ids(rows)
         if len(ids):
+            # After rows of an earlier moment, what is new to them was known before.
             ids = ids[(ids >= self._tree.first) & ~self._has(ids)]
             self._put(ids, np.full(len(ids), self._max))
 
@@ -296,7 +297,7 @@ class PrioritizedSampler:
 
 
 class _Seen:
-    """Which rows there were so far."""
+    """Which rows there were the last time."""
 
     def __init__(self) -> None:
         self._stop = 0
@@ -305,10 +306,10 @@ class _Seen:
         self._used: Array = np.zeros(0, np.int64)
 
     def new_ids(self, rows: RowSet) -> Array:
-        """Return the ids of the rows that were not there before, ascending."""
+        """Return the ids of the rows that were not there the last time, ascending."""
         if rows.segments is None:
             ids = np.arange(max(self._stop, rows.first), rows.stop)
-            self._stop = max(self._stop, rows.stop)
+            self._stop = rows.stop
             return ids
         if rows.segments is self._segments:
             return np.zeros(0, np.int64)
@@ -318,16 +319,14 @@ class _Seen:
     def _new_in_segments(self, segments: Segments) -> Array:
         first = max(self._first, segments.first)
         known = self._used[first - self._first :]
-        now = segments.used[first - segments.first :]
-        used = np.zeros(max(len(known), len(now)), np.int64)
-        used[: len(known)] = known
-        before = used[: len(now)].copy()
-        # A table of an earlier moment does not take rows away.
-        np.maximum(before, now, out=used[: len(now)])
+        used = segments.used[first - segments.first :]
+        before = np.zeros(len(used), np.int64)
+        n = min(len(known), len(used))
+        before[:n] = known[:n]
         self._first, self._used = first, used
-        grown = np.flatnonzero(now > before)
+        grown = np.flatnonzero(used > before)
         start = (first + grown) * segments.segment_rows + before[grown]
-        return _ranges(start, now[grown] - before[grown])
+        return _ranges(start, used[grown] - before[grown])
 
 
 def _ranges(start: Array, count: Array) -> Array:
