@@ -440,6 +440,7 @@ def test_rows_evicted_before_a_state_was_kept_stay_away() -> None:
     assert table.state()[:1] == (10,)
     assert table.state()[1].tolist() == [2, 3, 4, 4]
     assert table.priorities([8, 9]).tolist() == [0, 0]
+    assert table._tree.total == 13
 
 
 @pytest.mark.parametrize("newer", [0.5, 1e12])
