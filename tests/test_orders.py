@@ -442,7 +442,7 @@ def test_a_state_of_another_order_is_refused() -> None:
     sampler.draw(5, WHOLE, RNG)
     before = sampler.state_dict()
 
-    with pytest.raises(ValueError, match="of an order with pool_rows=9, this one has 65536"):
+    with pytest.raises(ValueError, match="of an order with pool_rows=9, this one has 16384"):
         sampler.load_state_dict(EpochSampler(seed=1, pool_rows=9).state_dict())
     with pytest.raises(ValueError, match="no state of order='epoch': 'n_drawn' is missing"):
         sampler.load_state_dict({**EpochSampler()._setting, "epoch": 0})

@@ -346,7 +346,9 @@ class Buffer(BatchSource):
         return [row_set(self._rows, self._view())]
 
     def _n_appended(self) -> int:
-        return self.rows
+        # Of what was evicted only ids are known: with lanes a few of them were no rows.
+        view = self._view()
+        return view.first + view.n_rows
 
     # -- about -------------------------------------------------------------
 

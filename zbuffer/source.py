@@ -158,8 +158,9 @@ class BatchSource(ABC):
             ``groups_per_batch``.
 
             ``"epoch"``: every row once. Iterating over the loader is one epoch. Takes
-            ``pool_rows`` (65536, how many rows are shuffled together at most) and
-            ``drop_last`` (False).
+            ``pool_rows`` (16384: so many rows are shuffled together at most, and whole
+            chunks of them are kept decoded: 84x84 frames take 115 MB) and ``drop_last``
+            (False).
 
             ``"prioritized"``: as likely as ``priority ** alpha`` (Schaul et al. 2016).
             Takes ``alpha`` (0.6) and ``beta`` (0.4; a number, or a function of the batch's

@@ -111,6 +111,10 @@ class Assembler:
         shape = _WindowShape(self._window, rows, self._lookups(view), view, self._native)
         return draw(n, rows, sampler, rng, shape)
 
+    def hold(self, view: View, chunks: Sequence[int]) -> int:
+        """Keep chunks decoded that all samples are about to come from; returns blocks."""
+        return self._rows.hold(view, self._images, chunks)
+
     def assemble(self, drawn: Drawn[Windows], view: View, allocate: Allocate) -> Assembled:
         """Decode the windows into arrays from `allocate`."""
         windows = drawn.found

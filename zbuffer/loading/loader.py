@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -230,6 +231,8 @@ class Loader:
             self._keeper.close()
         if self._prefetcher is not None and os.getpid() == self._pid:
             self._prefetcher.close()
+        with contextlib.suppress(ClosedError):
+            self._maker.let_go()
 
     def __enter__(self) -> Self:
         return self

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +50,10 @@ class Maker(Protocol):
         """Return a batch; None at the end of an epoch."""
         ...
 
+    def let_go(self) -> None:
+        """Drop what is kept for further batches."""
+        ...
+
 
 class Assembling(Protocol):
     """Draws samples of one kind and fills batches with them."""
@@ -62,6 +66,10 @@ class Assembling(Protocol):
 
     def assemble(self, drawn: Drawn[Any], view: View, allocate: Allocate, /) -> Assembled:
         """Decode them into arrays."""
+        ...
+
+    def hold(self, view: View, chunks: Sequence[int], /) -> int:
+        """Keep chunks decoded that all samples are about to come from; returns blocks."""
         ...
 
 
@@ -86,6 +94,7 @@ class BatchMaker:
         self.sampler: Any = sampler
         self._uploader = uploader
         self._transform = transform
+        self._held: tuple[int, ...] = ()
 
     def make(self, batch_size: int, rng: np.random.Generator) -> Made | None:
         """Draw rows and gather them; None at the end of an epoch.
@@ -113,7 +122,11 @@ class BatchMaker:
             view = self._view()
             try:
                 drawn = self._assembler.draw(n, view, sampler, rng)
-                return None if drawn is None else self._assembler.assemble(drawn, view, allocate)
+                n_blocks = self._hold(view)
+                if drawn is None:
+                    return None
+                part = self._assembler.assemble(drawn, view, allocate)
+                return replace(part, n_blocks=part.n_blocks + n_blocks)
             except RowNotFoundError:
                 late = time.monotonic() - start > _PATIENCE_S
                 if late or self._view().first == view.first:
@@ -121,3 +134,17 @@ class BatchMaker:
                 if state is not None:
                     # The rows of this batch that are still there have not been drawn yet.
                     sampler.load_state_dict(state)
+
+    def _hold(self, view: View) -> int:
+        """Keep decoded what an order goes through row by row."""
+        chunks = getattr(self.sampler, "chunks", ())
+        if chunks == self._held:
+            return 0
+        self._held = chunks
+        return self._assembler.hold(view, chunks)
+
+    def let_go(self) -> None:
+        """Drop what is kept decoded; no batch follows."""
+        if self._held:
+            self._held = ()
+            self._assembler.hold(self._view(), ())

@@ -67,6 +67,11 @@ class MixtureMaker:
         ready = self._uploader.upload(joined, self._transform)
         return Made(ready, arrays["indices"], joined.n_blocks, arrays["source"])
 
+    def let_go(self) -> None:
+        """Drop what the members keep."""
+        for member in self._members():
+            member.let_go()
+
 
 def _places(whole: dict[str, Array], allocate: Allocate, n: int, rows: slice) -> Allocate:
     """Return what gives a member its rows of the arrays of the whole batch."""

@@ -86,6 +86,10 @@ class SequenceAssembler:
         span = Span(int(lengths[chosen].max()), boundary="pad")
         return Drawn(resolve_sequences(starts[chosen], span, rows, looks)[0], n, None)
 
+    def hold(self, view: View, chunks: Sequence[int]) -> int:
+        """Keep chunks decoded that all samples are about to come from; returns blocks."""
+        return self._rows.hold(view, self._fields, chunks)
+
     def assemble(self, drawn: Drawn[Sequences], view: View, allocate: Allocate) -> Assembled:
         """Decode the sequences into arrays from `allocate`."""
         found = drawn.found

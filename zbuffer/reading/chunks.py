@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,8 @@ class FieldChunks:
         self._owners: list[Any] = []
         # The chunks that are mapped, in the order in which they were; used as a set.
         self._mapped: dict[int, None] = {}
+        # Chunks that are kept decoded.
+        self._held: dict[int, Array] = {}
 
     def gather(self, view: View, ids: Array, dest: Array, n_threads: int) -> int:
         """Fill ``dest[i]`` with the item of row ``ids[i]``; returns blocks decoded.
@@ -138,6 +141,33 @@ class FieldChunks:
             key = chunk_path(self._name, self._field, -1 - result)
             raise DamagedError(f"{self._store.path}/{key} is damaged: it does not decode")
         return result
+
+    def hold(self, view: View, chunks: Sequence[int], n_threads: int) -> int:
+        """Keep whole chunks decoded, and let go of those that were held and are not named.
+
+        Only chunks that nothing is added to any more; the others are read as ever.
+        Returns how many blocks were decoded.
+        """
+        n_blocks = 0
+        with self._lock:
+            for chunk in self._held.keys() - set(chunks):
+                self._let_go(chunk)
+            missing = [chunk for chunk in chunks if chunk not in self._held]
+        for chunk in missing:
+            start, stop = chunk * self._chunk_rows, (chunk + 1) * self._chunk_rows
+            if start < view.first or stop > view.stop or chunk in view.pages:
+                continue
+            rows = np.empty((self._chunk_rows, *self._field.shape), self._field.dtype)
+            n_blocks += self.gather(view, np.arange(start, stop), rows, n_threads)
+            with self._lock:
+                self._held[chunk] = rows
+                self._reserve(chunk, chunk)
+                self._drop(chunk)
+                at = chunk - self._base
+                self._owners[at] = rows
+                self._addrs[at] = rows.ctypes.data
+                self._sizes[at] = -len(rows)
+        return n_blocks
 
     def forget(self, chunk: int) -> None:
         """Drop what is known of a chunk; the next use looks again."""
@@ -239,6 +269,11 @@ class FieldChunks:
         self._addrs[at] = data.ctypes.data
         self._sizes[at] = len(data) - 4
         self._mapped[chunk] = None
+
+    def _let_go(self, chunk: int) -> None:
+        rows, at = self._held.pop(chunk), chunk - self._base
+        if 0 <= at < len(self._owners) and self._owners[at] is rows:
+            self._drop(chunk)
 
     def _drop(self, chunk: int) -> None:
         at = chunk - self._base

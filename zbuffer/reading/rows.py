@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,17 @@ class Rows:
             return lambda ids: self.take(view, name, ids)
         values, base = kept
         return lambda ids: values[ids - base]
+
+    def hold(self, view: View, names: Iterable[str], chunks: Sequence[int]) -> int:
+        """Keep chunks of fields decoded, those only; returns how many blocks were decoded.
+
+        Fields that are kept in memory anyway are passed over.
+        """
+        n_blocks = 0
+        for name in names:
+            if self._columns.get(name, view) is None and self.fields[name].nbytes:
+                n_blocks += self._chunks[name].hold(view, chunks, self.n_threads)
+        return n_blocks
 
     def kept(self, view: View, name: str) -> tuple[Array, int] | None:
         """Return a field's array in memory and the id of its item 0; None where it is not."""

@@ -38,17 +38,24 @@ class EpochSampler:
         Which of so many equal shares of each epoch to draw, if all ranks see the same
         rows when it begins. Shares differ by one row at most.
 
+    Attributes
+    ----------
+    chunks
+        Chunks of the pools that the last draw was of: worth keeping decoded, as all their
+        rows are about to be drawn.
+
     Notes
     -----
     For one thread at a time. It holds the ids of one pool, and a few numbers a chunk.
     """
 
     replacement = False
+    chunks: tuple[int, ...] = ()
 
     def __init__(
         self,
         seed: int = 0,
-        pool_rows: int = 1 << 16,
+        pool_rows: int = 1 << 14,
         drop_last: bool = False,
         rank: int = 0,
         world_size: int = 1,
@@ -68,13 +75,16 @@ class EpochSampler:
         if self._order is None:
             self._order = _Order(self._setting, self._epoch, _state_of(rows))
         found: list[Array] = []
+        chunks: dict[int, None] = {}
         missing = n
         while missing and self._n_drawn < self._order.n_rows:
             ids = self._order.rest_of_pool(self._n_drawn)[: max(missing, _LOOK_ROWS)]
+            chunks.update(dict.fromkeys(self._order.chunks))
             there = np.flatnonzero(rows.contains(ids))[:missing]
             found.append(ids[there])
             missing -= len(there)
             self._n_drawn += len(ids) if missing else int(there[-1]) + 1
+        self.chunks = tuple(chunks)
         if missing == n > 0:
             self._epoch, self._n_drawn, self._order = self._epoch + 1, 0, None
         return Draw(np.concatenate(found) if found else np.zeros(0, np.int64))
@@ -128,6 +138,8 @@ class _Order:
         Rows of this rank.
     rows_state
         The rows of the epoch, as plain values.
+    chunks
+        Those of the pool that was looked at last.
     """
 
     def __init__(self, setting: Mapping[str, int], epoch: int, rows_state: dict[str, Any]) -> None:
@@ -145,6 +157,7 @@ class _Order:
         self._edges = _pack(self._n_rows, setting["pool_rows"])
         self._starts = np.append(0, np.cumsum(self._n_rows))[self._edges]
         self._pool, self._ids = -1, np.zeros(0, np.int64)
+        self.chunks: tuple[int, ...] = ()
 
     def rest_of_pool(self, n_drawn: int) -> Array:
         """Return the ids that follow after so many of this rank, to the end of their pool."""
@@ -152,6 +165,7 @@ class _Order:
         pool = int(np.searchsorted(self._starts, index, "right")) - 1
         if pool != self._pool:
             self._pool, self._ids = pool, self._shuffled(pool)
+            self.chunks = tuple(sorted(set((self._ids // self._rows.chunk_rows).tolist())))
         rest: Array = self._ids[index - self._starts[pool] :: self._world_size]
         return rest
 
