@@ -26,3 +26,14 @@ def test_code_blocks_run(page: str, tmp_path: Path) -> None:
             [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_page_on_sampling_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks("docs/sampling.md"))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr

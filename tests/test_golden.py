@@ -13,6 +13,7 @@ from typing import Any
 import format_reader
 import numpy as np
 import pytest
+import zarr
 
 import zbuffer
 
@@ -158,3 +159,32 @@ def test_the_golden_buffers_are_small() -> None:
     n_bytes = sum(len(content) for _, content in files_of(DATA / "format-1").values())
 
     assert n_bytes < 200_000
+
+
+def test_a_golden_buffer_with_lanes_is_as_it_was_written() -> None:
+    with zbuffer.open(DATA / "format-1" / "lanes-blosc2.zarr") as buffer:
+        (rows,) = buffer._row_sets()
+        ids = rows.ids(np.arange(len(rows)))
+        read, lanes = buffer.take(ids), rows.lanes(ids)
+        batch = buffer.sample(400, order="prioritized", alpha=1.0, beta=1.0, seed=0)
+
+    for lane in range(make_golden.LANES):
+        wanted = make_golden.lane_rows(lane)
+        for name in (*make_golden.LANES_SCHEMA, "step_type"):
+            found = read[name][lanes == lane]
+            np.testing.assert_array_equal(found, [row[name] for row in wanted], err_msg=name)
+    # Priorities are the ids plus one: so are the odds, and the weights undo them.
+    np.testing.assert_allclose(
+        batch["weights"] * (batch["indices"] + 1), batch["weights"][0] * (batch["indices"][0] + 1)
+    )
+
+
+def test_the_table_of_a_golden_buffer_with_lanes_tells_plain_zarr_which_rows_there_are() -> None:
+    group = zarr.open_group(DATA / "format-1" / "lanes-blosc2.zarr", mode="r")
+    table, obs = group["meta/segments"][:], group["data/obs"][:]
+    found: list[list[int]] = [[] for _ in range(make_golden.LANES)]
+    for segment, (lane, _, used) in enumerate(table.tolist()):
+        found[lane] += obs[4 * segment : 4 * segment + used, 0, 0].tolist()
+
+    for lane in range(make_golden.LANES):
+        assert found[lane] == [int(row["obs"][0, 0]) for row in make_golden.lane_rows(lane)]

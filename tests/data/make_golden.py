@@ -135,8 +135,62 @@ def append(buffer: zbuffer.Buffer, rows: list[dict[str, Any]]) -> None:
         buffer.append(**row)
 
 
+LANES = 3
+LANES_SCHEMA: dict[str, Any] = {"obs": ((4, 3), "|u1"), **ENDS}
+
+
+def lane_rows(lane: int) -> list[dict[str, Any]]:
+    """Return the rows of one lane of the golden buffer with lanes, in their order."""
+    rows: list[dict[str, Any]] = []
+    for step in range(40):
+        # Lane 1 steps every other time, so it has half as many steps.
+        if lane == 1 and step % 2:
+            continue
+        t = step // 2 if lane == 1 else step
+        length = 5 + 2 * lane
+        done, first = t % length == length - 1, t % length == 0
+        rows.append(
+            {
+                "obs": np.full((4, 3), 100 * lane + t, np.uint8),
+                "action": t + 1000 * lane,
+                "reward": np.float32(t / 2),
+                "terminated": done and lane != 2,
+                "truncated": done and lane == 2,
+                "step_type": FIRST if first else MID,
+            }
+        )
+        # Closing the buffer ends the running episodes too.
+        if done or step == (38 if lane == 1 else 39):
+            zero = {"action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+            final = np.full((4, 3), 100 * lane + t + 1, np.uint8)
+            rows.append({"obs": final, **zero, "step_type": LAST})
+    return rows
+
+
+def make_lanes(path: Path) -> None:
+    """Write the golden buffer with lanes, whose priorities are its rows' numbers."""
+    kept = [[r for r in lane_rows(lane) if r["step_type"] != LAST] for lane in range(LANES)]
+    with zbuffer.create(
+        path, LANES_SCHEMA, lanes=LANES, segment_rows=4, chunk_rows=16, block_rows=2
+    ) as buffer:
+        for step in range(40):
+            lanes = [0, 2] if step % 2 else [0, 1, 2]
+            rows = [kept[lane][step // 2 if lane == 1 else step] for lane in lanes]
+            row = {
+                name: np.array([r[name] for r in rows], dtype)
+                for name, (_, dtype) in LANES_SCHEMA.items()
+            }
+            row["next_obs"] = row["obs"] + np.uint8(1)
+            buffer.append(**row, lanes=lanes)
+            if step == 20:
+                buffer.flush()
+        ids = np.unique(buffer.sample(2000, seed=0)["indices"])
+        buffer.update_priorities(ids, ids + 1.0)
+
+
 def make(folder: Path = FOLDER) -> None:
     """Write the golden buffers anew."""
+    make_lanes(folder / "lanes-blosc2.zarr")
     for name, golden in GOLDEN.items():
         path = folder / f"{name}.zarr"
         with zbuffer.create(path, golden.schema, overwrite=True, **golden.options) as buffer:

@@ -22,7 +22,7 @@ SEGMENTS = "meta/segments"
 SEGMENT_CHUNK = 256
 PRIORITIES = "meta/priorities"
 #: Rows in one chunk of the priorities.
-PRIORITY_CHUNK = 1 << 16
+PRIORITY_CHUNK = 1 << 13
 
 
 def field_path(name: str) -> str:

@@ -76,8 +76,10 @@ def draw(
             if isinstance(sampler, UniformSampler):
                 return Drawn(_draw_from_scan(n, rows, rng, shape), n, None)
             _scan(rows, shape)
-        # A few more than missing: rows that make no sample are drawn, and left out.
-        drawn = sampler.draw(missing + 8 + missing // 16, rows, rng)
+        # Rows that make no sample are drawn, and left out. A few more than missing, where
+        # that changes nothing: what comes in groups must not be cut by what is valid.
+        spare = 8 + missing // 16 if getattr(sampler, "independent", False) else 0
+        drawn = sampler.draw(missing + spare, rows, rng)
         _check_ids(drawn.ids, rows)
         found, keep = shape.pick(drawn.ids, missing)
         parts.append(found)

@@ -90,6 +90,8 @@ class Priorities:
 class LockedSampler:
     """A prioritized sampler whose table other threads update."""
 
+    independent = True
+
     def __init__(self, sampler: PrioritizedSampler, lock: threading.RLock) -> None:
         self._sampler = sampler
         self._lock = lock

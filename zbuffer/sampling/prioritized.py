@@ -243,6 +243,8 @@ class PrioritizedSampler:
     Not thread-safe, as the table is not.
     """
 
+    independent = True
+
     def __init__(self, table: PriorityTable, beta: Beta = 0.4) -> None:
         self._table = table
         self._beta = beta if callable(beta) else _check_beta(beta)

@@ -30,6 +30,9 @@ class Sampler(Protocol):
     A draw depends on the sampler's state, `rows` and `rng`, and on nothing else.
     A sampler may also have
 
+    ``independent``
+        True where the rows of a draw do not depend on each other: such a sampler may be
+        asked for a few more rows than are used.
     ``replacement``
         False where each row is drawn once at most, until all were: such a sampler is
         asked for no row that is not used, and answers with fewer than `n` rows where
@@ -46,6 +49,8 @@ class Sampler(Protocol):
 
 class UniformSampler:
     """Every row with the same probability, with replacement."""
+
+    independent = True
 
     def draw(self, n: int, rows: RowSet, rng: np.random.Generator, /) -> Draw:
         """Choose `n` ids of `rows`."""
