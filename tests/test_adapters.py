@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +223,15 @@ def test_a_dataset_gives_each_step_by_its_number(tmp_path: Path, workers: int) -
     assert sorted(actions) == list(range(600))
     assert int(one["action"]) == 7
     assert one["obs"].shape == (2, 40)
+
+
+def test_without_gymnasium_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['gymnasium'] = None\n"
+        "try:\n    import zbuffer.adapters.gymnasium\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == 'recording needs Gymnasium: pip install "zbuffer[gymnasium]"\n'

@@ -6,10 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 import zbuffer
+
+try:
+    import gymnasium
+except ImportError as error:
+    raise ImportError('recording needs Gymnasium: pip install "zbuffer[gymnasium]"') from error
 
 Array = np.ndarray[Any, Any]
 Target = str | os.PathLike[str] | zbuffer.Buffer
