@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -310,8 +309,13 @@ def test_arrays_that_do_not_fit_are_refused(ids: Any, priorities: Any, problem: 
     assert table.state()[1].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("make", [list, np.float32, np.float16, np.int8, np.uint64, torch.tensor])
-@pytest.mark.parametrize("make_ids", [list, np.uint8, np.int32, np.uint64, torch.tensor])
+def tensor(values: Any) -> Any:
+    """Return a tensor of PyTorch, if that is installed."""
+    return pytest.importorskip("torch").tensor(values)
+
+
+@pytest.mark.parametrize("make", [list, np.float32, np.float16, np.int8, np.uint64, tensor])
+@pytest.mark.parametrize("make_ids", [list, np.uint8, np.int32, np.uint64, tensor])
 def test_lists_and_arrays_and_tensors_of_any_dtype_are_taken(
     make: Callable[..., Any], make_ids: Callable[..., Any]
 ) -> None:
