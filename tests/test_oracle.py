@@ -126,14 +126,15 @@ class Lane:
         stack = self.stack(at, k)
         if None in stack:
             return None
-        reward, n_steps, place = None, 0, at
+        reward, n_steps, place = np.float32(0), 0, at
         terminated = truncated = False
         while n_steps < window.n_step:
             row = self.rows[place]
             if self.after(place) is None and not row.terminated:
                 break
             part = row.reward * np.float32(window.gamma**n_steps)
-            reward = part if reward is None else reward + part
+            # A single reward is as it was stored: -0.0 is left as it is.
+            reward = part if window.n_step == 1 else reward + part
             n_steps, place = n_steps + 1, place + 1
             terminated, truncated = row.terminated, row.truncated
             over = terminated or truncated or place == len(self.rows)
@@ -142,11 +143,8 @@ class Lane:
         if n_steps == 0:
             return None
         stored = self.after(place - 1) is not None
-        if stored:
-            following = self.stack(place, k)
-        else:
-            # The place of what is not stored is filled with zeros.
-            following = [*self.stack(place - 1, k)[1:], None]
+        # The place of what is not stored is filled with zeros.
+        following = self.stack(place, k) if stored else [*self.stack(place - 1, k)[1:], None]
         return {
             "obs": [self.obs(number) for number in stack],
             "action": self.rows[at].number,
@@ -194,7 +192,7 @@ class Episode(NamedTuple):
 
     ``end`` "open" leaves the episode running; ``final`` says whether its final
     observation is given. In transition style each step but perhaps the last brings the
-    observation after it.
+    observation after it. ``whole`` "extend" or "add" hands all steps over in one call.
     """
 
     n_steps: int
@@ -204,19 +202,24 @@ class Episode(NamedTuple):
     whole: str
 
 
+ENDS_OF_EPISODES = st.sampled_from(["terminated", "truncated", "both", "cut"])
+HOW = st.sampled_from(["no", "no", "extend", "add"])
 EPISODES = st.builds(
     Episode,
     st.one_of(st.integers(1, 9), st.integers(1, 9), st.integers(1, 60), st.integers(1, 300)),
-    st.sampled_from(["terminated", "truncated", "both", "cut"]),
+    ENDS_OF_EPISODES,
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["no", "no", "extend", "add"]),
+    HOW,
 )
 OPEN = st.builds(
     Episode, st.integers(1, 20), st.just("open"), st.booleans(), st.booleans(), st.just("no")
 )
-PLANS = st.tuples(st.lists(EPISODES, max_size=4), st.lists(OPEN, max_size=1)).map(
-    lambda both: both[0] + both[1]
+#: Many short ones alike: stacks that begin everywhere, or hardly a step that may be drawn.
+SHORT = st.builds(Episode, st.integers(1, 3), ENDS_OF_EPISODES, st.booleans(), st.booleans(), HOW)
+PLANS = st.one_of(
+    st.builds(list.__add__, st.lists(EPISODES, max_size=4), st.lists(OPEN, max_size=1)),
+    st.builds(lambda one, n, rest: [one] * n + rest, SHORT, st.integers(1, 80), st.lists(SHORT)),
 )
 
 
@@ -386,7 +389,12 @@ def live_rows(buffer: zbuffer.Buffer) -> list[tuple[int, int, int]]:
     """Return lane, number and step type of all rows that can be read, oldest first."""
     while True:
         first = buffer.first_row
-        obs, types = buffer["obs"][:], buffer["step_type"][:]
+        try:
+            obs, types = buffer["obs"][:], buffer["step_type"][:]
+        except zbuffer.RowNotFoundError:
+            # Rows that are evicted while they are read.
+            assert buffer.first_row > first
+            continue
         if buffer.first_row == first:
             pairs = zip(obs.tolist(), types.tolist(), strict=True)
             return [(lane, number, kind) for (lane, number), kind in pairs]
@@ -418,16 +426,14 @@ def compare(
     return keys
 
 
-def check_ids(
-    buffer: zbuffer.Buffer, oracle: Oracle, batch: zbuffer.Batch, keys: list[tuple[int, int]]
-) -> None:
+def check_ids(oracle: Oracle, batch: zbuffer.Batch, taken: Array, keys: Any) -> None:
     """Check that an id names one row for ever, the one that take() reads."""
     ids = batch["indices"]
     assert (ids.dtype, ids.shape) == (np.dtype(np.int64), (len(keys),))
-    assert buffer.take(ids, ["obs"])["obs"].tolist() == [list(key) for key in keys]
+    assert taken.tolist() == [list(key) for key in keys]
     for key, row in zip(keys, ids.tolist(), strict=True):
         assert oracle.ids.setdefault(key, row) == row
-        if buffer.lanes == 1:
+        if len(oracle.lanes) == 1:
             assert oracle.lanes[0].rows[row].number == key[1]
 
 
@@ -459,27 +465,34 @@ def check(
     buffer: zbuffer.Buffer, oracle: Oracle, order: str, window: Window, n: int, seed: int
 ) -> None:
     """Check what an order draws of a buffer as it is now."""
+    all_in_turn = False
     while True:
-        # What is sealed in the background may evict rows while they are drawn.
         live = live_rows(buffer)
-        batches = batches_of(buffer, order, window, n, seed)
+        try:
+            oracle.set_first(live)
+            samples = oracle.samples(window)
+            if order == "in turn" and 20 * len(samples) > len(live):
+                # So many that it comes to each step once.
+                n, all_in_turn = len(samples), True
+            batches = batches_of(buffer, order, window, n, seed)
+            taken = [buffer.take(batch["indices"], ["obs"])["obs"] for batch in batches]
+        except zbuffer.RowNotFoundError:
+            assert live_rows(buffer) != live
+            continue
+        # What is sealed in the background may evict rows while others are drawn.
         if live_rows(buffer) == live:
             break
-    oracle.set_first(live)
-    samples = oracle.samples(window)
-    few = len(samples) < 8
-    if order == "in turn" and 20 * len(samples) > len(live):
-        batches = batches_of(buffer, order, window, len(samples), seed)
     keys = []
-    for batch in batches:
+    for batch, obs in zip(batches, taken, strict=True):
         found = compare(batch, samples, window)
-        check_ids(buffer, oracle, batch, found)
+        check_ids(oracle, batch, obs, found)
         keys += found
-    if order in ("epoch", "once") or (order == "in turn" and 20 * len(samples) > len(live)):
-        assert sorted(keys) == sorted(samples), order
-    elif few and order == "uniform" and n >= 200:
-        assert set(keys) == set(samples)
     assert bool(keys) == bool(samples)
+    if order in ("epoch", "once") or all_in_turn:
+        assert sorted(keys) == sorted(samples)
+    elif order == "uniform" and len(samples) < 8 and n == 200:
+        # Each of them is missed with a probability of (7/8) ** 200, some 1e-12.
+        assert set(keys) == set(samples)
 
 
 WINDOWS = st.builds(
@@ -492,7 +505,8 @@ ORDERS = ["uniform", "blocks", "epoch", "prioritized", "in turn", "once"]
 
 
 @pytest.mark.parametrize("n_lanes", [1, 3])
-@settings(max_examples=30 * MANY, deadline=None)
+@pytest.mark.timeout(300 * MANY)
+@settings(max_examples=15 * MANY, deadline=None)
 @given(data=st.data())
 def test_batches_hold_what_plain_lists_say(n_lanes: int, data: st.DataObject) -> None:
     chunk_rows = data.draw(st.sampled_from([8, 16]), "chunk_rows")
@@ -523,12 +537,12 @@ def test_batches_hold_what_plain_lists_say(n_lanes: int, data: st.DataObject) ->
             player.play(buffer, [data.draw(PLANS, "plan") for _ in range(n_lanes)], speeds)
 
         def check_all(*buffers: zbuffer.Buffer) -> None:
-            for reader in buffers:
-                for order in ORDERS:
-                    window = data.draw(WINDOWS, f"window of {order}")
-                    seed = data.draw(st.integers(0, 5), "seed")
-                    n = data.draw(st.sampled_from([20, 200]), "n")
-                    check(reader, oracle, order, window, n, seed)
+            for order in ORDERS:
+                which = data.draw(st.integers(0, len(buffers) - 1), "who reads")
+                window = data.draw(WINDOWS, f"window of {order}")
+                seed = data.draw(st.integers(0, 5), "seed")
+                n = data.draw(st.sampled_from([20, 200]), "n")
+                check(buffers[which], oracle, order, window, n, seed)
 
         play()
         check_all(buffer, follower)

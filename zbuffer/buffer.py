@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from zbuffer.writing.keep_priorities import Kept, PriorityStore
 from zbuffer.writing.lanes import LaneWriter
 from zbuffer.writing.writer import Writer
 
+T = TypeVar("T")
 #: Priorities are written at most so long after they have changed.
 _SAVE_EVERY_S = 60.0
 
@@ -205,8 +206,7 @@ class Buffer(BatchSource):
 
     def __len__(self) -> int:
         """Return the number of steps; LAST rows are not counted."""
-        view = self._view()
-        return self._rows.count_steps(view, self._source.commit)
+        return self._read(lambda view: self._rows.count_steps(view, self._source.commit))
 
     def __getitem__(self, name: str) -> ColumnView:
         """Return a field as an array-like over the live rows."""
@@ -259,28 +259,7 @@ class Buffer(BatchSource):
     @property
     def episodes(self) -> Episodes:
         """The episodes, oldest first: start, stop, length, return and how each ended."""
-        view = self._view()
-        schema = self.schema
-        ids = view.ids(np.arange(view.n_rows))
-        lanes = np.zeros(len(ids), np.int64)
-        if view.segments is not None:
-            lanes = view.segments.lanes(ids)
-            order = np.argsort(lanes, kind="stable")
-            ids, lanes = ids[order], lanes[order]
-
-        def column(role: str) -> Any:
-            name = schema.named(role)
-            return None if name is None else self._rows.take(view, name, ids)
-
-        return Episodes(
-            ids,
-            lanes,
-            self._rows.take(view, STEP_TYPE, ids),
-            column("reward"),
-            column("terminated"),
-            column("truncated"),
-            running=view.running_lanes(lanes),
-        )
+        return self._read(self._episodes_of)
 
     # -- sampling ----------------------------------------------------------
 
@@ -339,8 +318,11 @@ class Buffer(BatchSource):
         self, n: int, fields: Sequence[str] | None, rng: np.random.Generator
     ) -> Assembled:
         assembler = SequenceAssembler(self._rows, self.schema, Span(1, boundary="pad"), fields)
-        view = self._view()
-        return assembler.assemble(assembler.episodes(n, view, rng), view, self._memory.allocate)
+        return self._read(
+            lambda view: assembler.assemble(
+                assembler.episodes(n, view, rng), view, self._memory.allocate
+            )
+        )
 
     def _row_sets(self) -> list[RowSet]:
         return [row_set(self._rows, self._view())]
@@ -419,6 +401,38 @@ class Buffer(BatchSource):
         )
 
     # -- inside ------------------------------------------------------------
+
+    def _read(self, read: Callable[[View], T]) -> T:
+        """Read what there is now; anew where rows were evicted in the middle of it."""
+        while True:
+            view = self._view()
+            try:
+                return read(view)
+            except RowNotFoundError:
+                if self._view().first == view.first:
+                    raise
+
+    def _episodes_of(self, view: View) -> Episodes:
+        ids = view.ids(np.arange(view.n_rows))
+        lanes = np.zeros(len(ids), np.int64)
+        if view.segments is not None:
+            lanes = view.segments.lanes(ids)
+            order = np.argsort(lanes, kind="stable")
+            ids, lanes = ids[order], lanes[order]
+
+        def column(role: str) -> Any:
+            name = self.schema.named(role)
+            return None if name is None else self._rows.take(view, name, ids)
+
+        return Episodes(
+            ids,
+            lanes,
+            self._rows.take(view, STEP_TYPE, ids),
+            column("reward"),
+            column("terminated"),
+            column("truncated"),
+            running=view.running_lanes(lanes),
+        )
 
     def _load_priorities(self) -> Kept | None:
         return self._priority_store.load(self.first_row)
