@@ -423,7 +423,7 @@ def test_rows_of_a_killed_writer_come_back_lane_by_lane(tmp_path: Path, after: i
     child.stdout.close()
     child.wait()
     lanes = Lanes(4)
-    for t in range(returned + 1):
+    for t in range(returned + 3):
         for lane in range(4):
             done = "terminated" if t % (5 + lane) == 4 + lane else "no"
             lanes.step(lane, done, chained=True)

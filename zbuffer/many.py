@@ -166,11 +166,11 @@ class BufferGroup(BatchSource):
         buffers = self.buffers
         if len(source) and not 0 <= source.min() <= source.max() < len(buffers):
             raise SampleError(f"source must be 0 to {len(buffers) - 1}")
-        ignored = 0
-        for number in sorted(set(source.tolist())):
-            of = source == number
-            ignored += buffers[number].update_priorities(indices[of], priorities[of])
-        return ignored
+        parts = [(buffers[n], source == n) for n in sorted(set(source.tolist()))]
+        # All of them first: one that is refused must leave no buffer changed.
+        for buffer, of in parts:
+            buffer._priorities.check(indices[of], priorities[of])
+        return sum(b.update_priorities(indices[of], priorities[of]) for b, of in parts)
 
     def __len__(self) -> int:
         """Return the number of steps of all buffers."""

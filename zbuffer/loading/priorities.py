@@ -49,13 +49,20 @@ class Priorities:
     def update(self, rows: RowSet, ids: Any, priorities: Any) -> int:
         """Set priorities; returns how many were of rows that are not there any more."""
         with self._lock:
-            self._table()
+            self.check(ids, priorities)
             ignored = 0
             for table in self._tables.values():
                 table.sync(rows)
                 ignored = table.update(ids, priorities)
             self._changed = True
             return ignored
+
+    def check(self, ids: Any, priorities: Any) -> None:
+        """Raise as :meth:`update` would; what one exponent cannot hold, none gets."""
+        with self._lock:
+            self._table()
+            for table in self._tables.values():
+                table.checked(ids, priorities)
 
     def get(self, rows: RowSet, ids: Any) -> Array:
         """Return priorities, float64."""

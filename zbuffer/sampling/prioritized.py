@@ -140,9 +140,7 @@ class PriorityTable:
             A priority is NaN, infinite, zero or negative, or there is not one for each
             id. Nothing has changed.
         """
-        ids, priorities = _as_arrays(ids, priorities)
-        self._check_priorities(ids, priorities)
-        ids = ids.astype(np.int64)
+        ids, priorities = self.checked(ids, priorities)
         there = self._has(ids)
         n_ignored = len(ids) - int(np.count_nonzero(there))
         if n_ignored:
@@ -151,6 +149,12 @@ class PriorityTable:
         if len(ids):
             self._put(*keep_last(ids, priorities))
         return n_ignored
+
+    def checked(self, ids: Any, priorities: Any) -> tuple[Array, Array]:
+        """Return the arguments of :meth:`update` as arrays, or raise as it does."""
+        ids, priorities = _as_arrays(ids, priorities)
+        self._check_priorities(ids, priorities)
+        return ids.astype(np.int64), priorities
 
     def priorities(self, ids: Any) -> Array:
         """Return the priorities of rows as they were set, float64; 0 where there is no row."""
