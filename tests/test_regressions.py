@@ -130,3 +130,17 @@ def test_a_next_observation_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
     assert str(caught.value) == "field 'next_obs' must be uint8 (70,), got float64 (70,)"
     assert caught.value.field == "next_obs"
+
+
+def test_no_ids_are_no_rows_not_an_error(tmp_path: Path) -> None:
+    with zbuffer.create(tmp_path / "b", {"obs": ((2,), "uint8")}) as buffer:
+        buffer.append(obs=np.zeros(2, np.uint8))
+
+        assert buffer.take([])["obs"].shape == (0, 2)
+
+
+def test_small_rows_of_many_lanes_share_a_page(tmp_path: Path) -> None:
+    with zbuffer.create(tmp_path / "b", {"obs": ((2,), "uint8")}, lanes=48) as buffer:
+        buffer.append(obs=np.zeros((48, 2), np.uint8))
+
+        assert len(list((tmp_path / "b" / "tail").iterdir())) == 1

@@ -243,6 +243,8 @@ class Buffer(BatchSource):
         """
         view = self._view()
         ids = np.asarray(ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int64)
         if ids.dtype.kind not in "iu":
             raise RowNotFoundError(f"row ids are whole numbers, got {ids.dtype}")
         there = view.contains(ids)

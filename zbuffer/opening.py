@@ -87,7 +87,7 @@ def create(
         :meth:`Buffer.append` takes a leading axis of lanes.
     segment_rows
         With lanes: rows that a lane has in one piece; a divisor of `chunk_rows`. By
-        default so many that the pieces being filled take 64 MiB together.
+        default so many that one of each lane fill a chunk, and take at most 64 MiB.
     notes
         Plain JSON that stays with the buffer.
     threads

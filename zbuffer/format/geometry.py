@@ -76,13 +76,17 @@ def choose_chunk_rows(schema: Schema, capacity_rows: int | None) -> int:
 
 
 def choose_segment_rows(schema: Schema, lanes: int, chunk_rows: int) -> int:
-    """Return rows per segment: 64 MiB of open segments, a power of two, at least one block."""
+    """Return rows per segment: a power of two, so that the lanes' segments fill a chunk together.
+
+    No more than 64 MiB of open segments, and at least a block.
+    """
     if lanes == 1:
         return chunk_rows
     largest = max(max(field.nbytes for field in schema.values()), 1)
     row_nbytes = sum(field.nbytes for field in schema.values()) + 1
     block = _power_of_two_below(BLOCK_NBYTES // largest)
     rows = _power_of_two_below(OPEN_NBYTES // (lanes * row_nbytes))
+    rows = min(rows, _power_of_two_below(chunk_rows // lanes))
     rows = min(max(rows, min(block, 64), 16), chunk_rows)
     # What is passed over at an early flush costs next to nothing, but is counted through.
     while chunk_rows % rows:
