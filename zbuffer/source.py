@@ -91,8 +91,10 @@ class BatchSource(ABC):
             (float32, ``gamma ** n_steps``, 0 where the episode terminated: what
             the value of ``next_obs`` is multiplied with) and ``mask`` (bool,
             False where no observation after the steps is stored, which is only
-            so at terminated steps). With ``n_step=1``, ``obs`` and ``next_obs``
-            are overlapping views of one array. ``weights`` (float64) where the
+            so at terminated steps; there the newest frame of ``next_obs`` is zero).
+            ``terminated`` and ``truncated`` are those of the last step that was summed.
+            With ``n_step=1``, ``obs`` and ``next_obs`` are overlapping views of one
+            array. ``weights`` (float64) where the
             order has them.
 
         Raises
