@@ -54,13 +54,16 @@ class BlockSampler:
 
 
 def _choose(n: int, sizes: Array, rng: np.random.Generator) -> Array:
-    """Choose `n` of ``range(size)`` for each size, int64 (n, groups), uniformly.
+    """Choose `n` of ``range(size)`` for each size, int64 (n, groups) or (n, 1), uniformly.
 
     Without replacement by R. Floyd's method (Bentley, "Programming Pearls: a sample of
     brilliance", 1987), which takes a step a pick, of all groups at once, however wide
     the ranges are. With replacement where a size is below `n`.
     """
     place = np.arange(n)[:, None]
+    if (sizes == n).all():
+        # All rows of each: nothing to choose.
+        return place
     # Pick k is one of the first limit + 1; if it was picked before, limit itself, which
     # no earlier pick could be.
     limit = sizes - n + place

@@ -54,7 +54,7 @@ class RowSet:
         """
         if self.segments is not None:
             return self.segments.count_below(ids)
-        below: Array = np.clip(ids, self.first, self.stop) - self.first
+        below: Array = np.minimum(np.maximum(ids, self.first), self.stop) - self.first
         return below
 
     def contains(self, ids: Array) -> Array:
