@@ -254,6 +254,12 @@ def test_a_lane_that_stands_still_keeps_no_page_from_being_sealed(tmp_path: Path
         assert buffer.episodes.ended.tolist() == ["running"] * 3
 
 
+def test_the_repr_says_how_many_lanes_there_are(tmp_path: Path) -> None:
+    buffer, _ = filled(tmp_path / "b", 6, segment_rows=4, chunk_rows=16)
+    with buffer:
+        assert "24 steps of 4 lanes in rows 0 to " in repr(buffer)
+
+
 def test_episodes_are_those_of_each_lane(tmp_path: Path) -> None:
     buffer, _ = filled(tmp_path / "b", 24, segment_rows=4, chunk_rows=16)
     with buffer:

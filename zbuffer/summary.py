@@ -23,10 +23,11 @@ def summary(
     chunks = sum(size for _, size in store.walk("data"))
     raw = (commit.rows - commit.first_row) * commit.row_nbytes
     ratio = f" for {format_nbytes(raw)} ({raw / chunks:.1f}x smaller)" if raw else ""
+    lanes = f" of {commit.lanes} lanes" if commit.lanes > 1 else ""
     fields = "\n".join(f"  {name}: {field}" for name, field in schema.items())
     return (
         f"<zbuffer.Buffer {store.name} mode={mode!r}\n"
-        f"  {steps} steps in rows {view.first} to {view.stop}, "
+        f"  {steps} steps{lanes} in rows {view.first} to {view.stop}, "
         f"{view.stop - commit.rows} of them in the tail, capacity {commit.capacity}\n"
         f"  {format_nbytes(chunks)} of chunks{ratio}, {gather} gather\n"
         f"{fields}>"
