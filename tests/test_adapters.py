@@ -235,3 +235,41 @@ def test_without_gymnasium_the_error_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == 'recording needs Gymnasium: pip install "zbuffer[gymnasium]"\n'
+
+
+def train(rank: int, path: str, rendezvous: str, queue: Any) -> None:
+    """Be one process of distributed training: say which rows it saw."""
+    import torch.distributed as distributed
+
+    from zbuffer.adapters.dataloader import BufferStream
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
+    stream = BufferStream(path, 32, order="epoch", seed=3)
+    queue.put((rank, [int(a) for batch in stream for a in batch["action"]]))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def test_processes_of_distributed_training_share_an_epoch_out(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("this PyTorch has no gloo")
+    write(tmp_path / "b")
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    arguments = (str(tmp_path / "b"), str(tmp_path / "rendezvous"), queue)
+    children = [context.Process(target=train, args=(rank, *arguments)) for rank in range(2)]
+    for child in children:
+        child.start()
+
+    seen = dict(queue.get(timeout=120) for _ in children)
+
+    for child in children:
+        child.join(60)
+    queue.close()
+    queue.join_thread()
+    assert [child.exitcode for child in children] == [0, 0]
+    assert len(seen[0]) == len(seen[1]) == 300
+    assert sorted(seen[0] + seen[1]) == list(range(600))

@@ -447,3 +447,46 @@ def test_rows_of_a_killed_writer_come_back_lane_by_lane(tmp_path: Path, after: i
                 assert found[lane][-1][1] == wanted[-1][1]
                 if mode == "a":
                     assert found[lane][-1][0] == "last"
+
+
+WRITE_WITH_A_SLOW_LANE = """
+import sys
+sys.path[:] = {path!r}
+import test_lanes, zbuffer
+lanes = test_lanes.Lanes(3)
+buffer = zbuffer.create(
+    sys.argv[1], test_lanes.SCHEMA, lanes=3, segment_rows=2, chunk_rows=4
+)
+for t in range(100_000):
+    chosen = [0, 1, 2] if t % 50 == 0 else [0, 1]
+    rows = [lanes.step(lane, "no", chained=True) for lane in chosen]
+    buffer.append(**test_lanes.stacked(rows), lanes=chosen)
+    print(t, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [3, 20, 49, 51, 77, 120, 260])
+def test_a_kill_loses_nothing_of_a_lane_that_was_moved(tmp_path: Path, after: int) -> None:
+    path = tmp_path / "b"
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITE_WITH_A_SLOW_LANE.format(path=sys.path), str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    while int(child.stdout.readline()) < after:
+        pass
+    child.send_signal(signal.SIGKILL)
+    returned = after + 1 + len(child.stdout.read().splitlines())
+    child.stdout.close()
+    child.wait()
+
+    with zbuffer.open(path, mode="a") as buffer:
+        found = lanes_of(buffer)
+
+    for lane, steps in enumerate((returned, returned, -(-returned // 50))):
+        rows = found[lane]
+        # What was pending is there, once, as the last row; a step may be under way.
+        assert rows[-1][0] == "last"
+        assert [row[1] for row in rows] == list(range(1, len(rows) + 1))
+        assert steps + 1 <= len(rows) <= steps + 2

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,10 +17,11 @@ from zbuffer.errors import ClosedError, ZBufferError
 from zbuffer.loading.maker import Made, Maker
 from zbuffer.loading.pace import PaceKeeper
 from zbuffer.loading.prefetch import Prefetcher
-from zbuffer.loading.upload import Ready
 from zbuffer.sampling.blocks import effective_sample_size
 from zbuffer.sampling.rowset import RowSet
 from zbuffer.sampling.samplers import RandomStream
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ class Loader:
         self._closed = self._stopping = False
         self._lock = threading.Lock()
         self._batches, self._n_blocks, self._wait_s, self._make_s = 0, 0, 0.0, 0.0
-        self._last: Made | None = None
+        # Rows of the last batch, and which buffers they are of.
+        self._last: tuple[Array, Array | None] | None = None
         self._step, self._at_end = 0, False
         self._state = self._state_now()
         self._begin_at(self._state)
@@ -158,7 +160,7 @@ class Loader:
         with self._lock:
             self._batches += 1
             self._n_blocks += step.made.n_blocks
-            self._last = replace(step.made, ready=Ready(None))
+            self._last = (step.made.ids, step.made.source)
         return step.made.ready.batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,10 +194,10 @@ class Loader:
     def statistics(self) -> LoaderStatistics:
         """Return counts and times so far."""
         with self._lock:
-            n, made = self._batches, self._last
+            n, last = self._batches, self._last
             times = (self._wait_s, self._make_s)
             blocks = self._n_blocks / n if n else 0.0
-        spread = (0, 0.0, 0.0) if made is None else _spread(made, self._rows())
+        spread = (0, 0.0, 0.0) if last is None else _spread(*last, self._rows())
         paced = self._keeper.statistics().waited_s if self._keeper else 0.0
         chunks, effective, uniform = spread
         return LoaderStatistics(n, *times, blocks, chunks, effective, uniform, paced)
@@ -309,10 +311,10 @@ class Loader:
             raise ValueError("the state is of a loader with another order")
 
 
-def _spread(made: Made, rows: list[RowSet]) -> tuple[int, float, float]:
+def _spread(drawn: Array, source: Array | None, rows: list[RowSet]) -> tuple[int, float, float]:
     """Return distinct chunks and effective sample size of a batch, and of a uniform one."""
-    ids = made.ids.reshape(-1)
-    source = np.zeros(len(made.ids), np.int64) if made.source is None else made.source
+    ids = drawn.reshape(-1)
+    source = np.zeros(len(drawn), np.int64) if source is None else source
     source = np.repeat(source, len(ids) // max(len(source), 1))
     chunk_rows = np.array([r.chunk_rows for r in rows])[source]
     block_rows = np.array([r.block_rows for r in rows])[source]
