@@ -186,5 +186,10 @@ def test_the_table_of_a_golden_buffer_with_lanes_tells_plain_zarr_which_rows_the
     for segment, (lane, _, used) in enumerate(table.tolist()):
         found[lane] += obs[4 * segment : 4 * segment + used, 0, 0].tolist()
 
+    priorities, steps = group["meta/priorities"], group["data/step_type"][:] < 2
+    ids = np.flatnonzero(steps)
+    # Steps have their id plus one; LAST rows, the largest there was when they were new.
+    np.testing.assert_array_equal(priorities[:][ids], ids + 1.0)
+    assert priorities.attrs["max_priority"] == ids.max() + 1.0
     for lane in range(make_golden.LANES):
         assert found[lane] == [int(row["obs"][0, 0]) for row in make_golden.lane_rows(lane)]
