@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +231,30 @@ def test_a_priority_that_cannot_be_is_refused_and_changes_nothing(
         buffer.update_priorities([2, 3], [9.0, value])
 
     np.testing.assert_array_equal(buffer.sample(64, order="prioritized", seed=4)["indices"], before)
+
+
+def sample_by_priority(buffer: zbuffer.Buffer, queue: Any) -> None:
+    queue.put(len(buffer.sample(8, order="prioritized")["indices"]))
+
+
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="there is no fork here"
+)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_priorities_that_its_parent_was_changing(
+    buffer: zbuffer.Buffer,
+) -> None:
+    buffer.update_priorities(buffer.sample(20, seed=0)["indices"], np.ones(20))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    with buffer._priorities._lock:
+        child = context.Process(target=sample_by_priority, args=(buffer, queue))
+        child.start()
+
+        assert queue.get(timeout=60) == 8
+    child.join(60)
+    queue.close()
+    queue.join_thread()
 
 
 def test_beta_may_be_a_schedule_of_the_batchs_number(buffer: zbuffer.Buffer) -> None:

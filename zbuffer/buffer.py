@@ -454,6 +454,8 @@ class Buffer(BatchSource):
         """Read as any other process does: the parent goes on, and this copy would not see it."""
         self._forked = True
         self._begin_anew()
+        # A thread of the parent may have been changing them: those that were kept count.
+        self._priorities = Priorities(self._load_priorities)
         if isinstance(self._source, Writer | LaneWriter) and not self._closed:
             self._source = Follower(self._store, self._source.commit, self._rows.on_change)
 
