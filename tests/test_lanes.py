@@ -254,6 +254,35 @@ def test_a_lane_that_stands_still_keeps_no_page_from_being_sealed(tmp_path: Path
         assert buffer.episodes.ended.tolist() == ["running"] * 3
 
 
+def test_many_steps_that_do_not_chain_are_refused_whole(tmp_path: Path) -> None:
+    buffer, lanes = filled(tmp_path / "b", 3, segment_rows=4, chunk_rows=16)
+    rows = [[Lanes(4).step(i, "no", chained=True) for i in range(4)] for _ in range(5)]
+    steps = [stacked(row) for row in rows]
+    many = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
+    with buffer:
+        buffer.end_episode()
+        for lane in range(4):
+            lanes.end(lane)
+
+        # Each step is the first of its lane: the second does not follow it.
+        with pytest.raises(zbuffer.EpisodeError, match=r"obs\[1\] of field 'obs' differs"):
+            buffer.extend(**many)
+
+        check(buffer, lanes)
+
+
+def test_rows_that_are_not_there_are_zero_whatever_the_dtype(tmp_path: Path) -> None:
+    schema = {"obs": ((2,), "uint8"), "name": ((), "<U4"), "tag": ((), "S3")}
+    with zbuffer.create(tmp_path / "b", schema, lanes=2, segment_rows=4, chunk_rows=8) as buffer:
+        buffer.append(
+            obs=np.ones((2, 2), np.uint8), name=np.array(["a", "b"]), tag=np.array([b"c", b"d"])
+        )
+
+    group = zarr.open_group(tmp_path / "b", mode="r")
+    assert group["data/name"][:].tolist() == ["a", "", "", "", "b", "", "", ""]
+    assert group["data/tag"][:].tolist() == [b"c", b"", b"", b"", b"d", b"", b"", b""]
+
+
 def test_the_repr_says_how_many_lanes_there_are(tmp_path: Path) -> None:
     buffer, _ = filled(tmp_path / "b", 6, segment_rows=4, chunk_rows=16)
     with buffer:
@@ -413,11 +442,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("after", [1, 3, 17, 64, 150])
-def test_rows_of_a_killed_writer_come_back_lane_by_lane(tmp_path: Path, after: int) -> None:
-    path = tmp_path / "b"
+def kill_writer(script: str, path: Path, after: int) -> int:
+    """Kill a writer after so many appends; returns how many had returned."""
     child = subprocess.Popen(
-        [sys.executable, "-c", WRITE.format(path=sys.path), str(path)],
+        [sys.executable, "-c", script.format(path=sys.path), str(path)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -428,6 +456,13 @@ def test_rows_of_a_killed_writer_come_back_lane_by_lane(tmp_path: Path, after: i
     returned = after + 1 + len(child.stdout.read().splitlines())
     child.stdout.close()
     child.wait()
+    return returned
+
+
+@pytest.mark.parametrize("after", [1, 3, 17, 64, 150])
+def test_rows_of_a_killed_writer_come_back_lane_by_lane(tmp_path: Path, after: int) -> None:
+    path = tmp_path / "b"
+    returned = kill_writer(WRITE, path, after)
     lanes = Lanes(4)
     for t in range(returned + 3):
         for lane in range(4):
@@ -468,18 +503,7 @@ for t in range(100_000):
 @pytest.mark.parametrize("after", [3, 20, 49, 51, 77, 120, 260])
 def test_a_kill_loses_nothing_of_a_lane_that_was_moved(tmp_path: Path, after: int) -> None:
     path = tmp_path / "b"
-    child = subprocess.Popen(
-        [sys.executable, "-c", WRITE_WITH_A_SLOW_LANE.format(path=sys.path), str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    while int(child.stdout.readline()) < after:
-        pass
-    child.send_signal(signal.SIGKILL)
-    returned = after + 1 + len(child.stdout.read().splitlines())
-    child.stdout.close()
-    child.wait()
+    returned = kill_writer(WRITE_WITH_A_SLOW_LANE, path, after)
 
     with zbuffer.open(path, mode="a") as buffer:
         found = lanes_of(buffer)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import zbuffer
+from zbuffer.sampling.epoch import EpochSampler
 from zbuffer.sampling.samplers import UniformSampler
 
 Array = np.ndarray[Any, Any]
@@ -447,6 +448,28 @@ def test_new_buffers_are_found_on_refresh(tmp_path: Path) -> None:
         after = {s for _ in range(20) for s in next(loader)["source"].tolist()}
 
     assert (before, after) == ({0, 1}, {0, 1, 2})
+
+
+def test_a_new_buffer_of_a_group_with_weights_waits_for_one(tmp_path: Path) -> None:
+    paths = three(tmp_path / "a")
+    paths[2].rename(tmp_path / "later")
+    with zbuffer.open_many(tmp_path / "a" / "run-*") as group:
+        group.set_weights({paths[0]: 1, paths[1]: 1})
+        with group.loader(64, prefetch=2) as loader:
+            (tmp_path / "later").rename(paths[2])
+            group.refresh()
+            seen = {s for _ in range(10) for s in next(loader)["source"].tolist()}
+
+        assert seen == {0, 1}
+        assert group.weights == {str(paths[0]): 1, str(paths[1]): 1, str(paths[2]): 0}
+
+
+def test_a_sampler_that_keeps_a_state_is_refused_by_a_group(tmp_path: Path) -> None:
+    with (
+        zbuffer.open_many(three(tmp_path)) as group,
+        pytest.raises(ValueError, match="a sampler that keeps a state is of one buffer"),
+    ):
+        group.loader(8, order=EpochSampler())
 
 
 def test_a_mixed_loader_can_be_resumed(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zbuffer.errors import (
 from zbuffer.forking import call_in_child
 from zbuffer.loading.batch import Assembled, Assembler, Batch
 from zbuffer.loading.drawing import row_set
+from zbuffer.loading.episodes import read_episodes
 from zbuffer.loading.maker import Assembling, BatchMaker
 from zbuffer.loading.orders import make_sampler
 from zbuffer.loading.priorities import Priorities
@@ -30,7 +31,7 @@ from zbuffer.reading.rows import Rows
 from zbuffer.sampling.episodes import Episodes
 from zbuffer.sampling.rowset import RowSet
 from zbuffer.sampling.sequences import Span
-from zbuffer.schema import STEP_TYPE, Schema
+from zbuffer.schema import Schema
 from zbuffer.source import BatchSource, Request
 from zbuffer.storage.local import LocalStore, WriterLock
 from zbuffer.summary import summary
@@ -110,11 +111,7 @@ class Buffer(BatchSource):
         returned survives the death of this process. Python floats (np.float64
         scalars are such) are rounded to the field's dtype; all else is exact.
         """
-        writer = self._writer()
-        if isinstance(writer, LaneWriter):
-            writer.append(row, row.pop("lanes", None))
-        else:
-            writer.append(row)
+        self._writer().append(row)
 
     def extend(self, **rows: Any) -> int:
         """Add many steps of one time line; returns how many.
@@ -132,10 +129,7 @@ class Buffer(BatchSource):
         StorageError
             The disk is full; the steps that fitted are stored.
         """
-        writer = self._writer()
-        if isinstance(writer, LaneWriter):
-            return writer.extend(rows, lanes=rows.pop("lanes", None))
-        return writer.extend(rows)
+        return self._writer().extend(rows)
 
     def add_episode(self, **rows: Any) -> int:
         """Add one whole episode; returns its number of steps.
@@ -148,10 +142,7 @@ class Buffer(BatchSource):
             ``truncated`` may be left out, or be one bool for the last step. In a
             buffer with lanes, ``lane=3`` says where it goes; 0 by default.
         """
-        writer = self._writer()
-        if isinstance(writer, LaneWriter):
-            return writer.add_episode(rows, lane=rows.pop("lane", 0))
-        return writer.add_episode(rows)
+        return self._writer().add_episode(rows)
 
     def end_episode(self, **final_observation: Any) -> None:
         """End the running episode.
@@ -163,11 +154,7 @@ class Buffer(BatchSource):
             last step came with its ``next_obs``. In a buffer with lanes it has a
             leading axis, and ``lanes=`` says which end; all that run by default.
         """
-        writer = self._writer()
-        if isinstance(writer, LaneWriter):
-            writer.end_episode(final_observation, final_observation.pop("lanes", None))
-        else:
-            writer.end_episode(final_observation)
+        self._writer().end_episode(final_observation)
 
     def flush(self) -> None:
         """Seal and commit all rows, so that readers on other machines see them."""
@@ -261,7 +248,7 @@ class Buffer(BatchSource):
     @property
     def episodes(self) -> Episodes:
         """The episodes, oldest first: start, stop, length, return and how each ended."""
-        return self._read(self._episodes_of)
+        return self._read(lambda view: read_episodes(self._rows, view, self.schema))
 
     # -- sampling ----------------------------------------------------------
 
@@ -413,28 +400,6 @@ class Buffer(BatchSource):
             except RowNotFoundError:
                 if self._view().first == view.first:
                     raise
-
-    def _episodes_of(self, view: View) -> Episodes:
-        ids = view.ids(np.arange(view.n_rows))
-        lanes = np.zeros(len(ids), np.int64)
-        if view.segments is not None:
-            lanes = view.segments.lanes(ids)
-            order = np.argsort(lanes, kind="stable")
-            ids, lanes = ids[order], lanes[order]
-
-        def column(role: str) -> Any:
-            name = self.schema.named(role)
-            return None if name is None else self._rows.take(view, name, ids)
-
-        return Episodes(
-            ids,
-            lanes,
-            self._rows.take(view, STEP_TYPE, ids),
-            column("reward"),
-            column("terminated"),
-            column("truncated"),
-            running=view.running_lanes(lanes),
-        )
 
     def _load_priorities(self) -> Kept | None:
         return self._priority_store.load(self.first_row)

@@ -62,6 +62,7 @@ class BufferGroup(BatchSource):
     """
 
     def __init__(self, paths: Any, threads: int | None) -> None:
+        super().__init__()
         self._threads = threads
         self._pattern: str | None = None
         self._closed = False
@@ -86,7 +87,6 @@ class BufferGroup(BatchSource):
         self._weights = weights
         if weights is not None:
             self.set_weights(weights)
-        super().__init__()
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -101,7 +101,9 @@ class BufferGroup(BatchSource):
     @property
     def weights(self) -> dict[str, float] | None:
         """How likely each is, by path; None where all rows are equally likely."""
-        return None if self._weights is None else dict(self._weights)
+        if self._weights is None:
+            return None
+        return {path: self._weights.get(path, 0.0) for path in self._members}
 
     def set_weights(self, weights: Mapping[Any, float] | None) -> None:
         """Change how likely each buffer is, from the next batch that is made on.
@@ -134,7 +136,7 @@ class BufferGroup(BatchSource):
     def refresh(self) -> int:
         """Look for new buffers that fit the pattern; returns how many were found.
 
-        With weights of its own, a group does not take any in.
+        Where the buffers have weights, new ones have the weight 0 until they are given one.
         """
         self._check_open()
         if self._pattern is None:
@@ -142,8 +144,6 @@ class BufferGroup(BatchSource):
         new = [path for path in self._matches() if _name(path) not in self._members]
         for path in new:
             self._add(path)
-            if self._weights is not None:
-                self._weights[_name(path)] = 0.0
         return len(new)
 
     def update_priorities(self, indices: Any, priorities: Any, source: Any) -> int:
@@ -181,8 +181,7 @@ class BufferGroup(BatchSource):
         if self._closed:
             return
         self._closed = True
-        if hasattr(self, "_loaders"):
-            self._close_loaders()
+        self._close_loaders()
         for buffer in self.buffers:
             if not any(buffer is given for given in self._given):
                 buffer.close()
@@ -219,12 +218,14 @@ class BufferGroup(BatchSource):
         found = sorted(glob.glob(self._pattern))
         return [path for path in found if os.path.exists(os.path.join(path, "zarr.json"))]
 
-    def _shares(self) -> np.ndarray[Any, Any]:
-        counts = np.array([len(rows) for rows in self._row_sets()], np.float64)
-        shares = counts
-        if self._weights is not None:
+    def _shares(self, n: int) -> np.ndarray[Any, Any]:
+        """Return the probabilities of the first `n` buffers; more may come meanwhile."""
+        buffers, weights = self.buffers[:n], self._weights
+        rows = [rows for buffer in buffers for rows in buffer._row_sets()]
+        shares = counts = np.array([len(r) for r in rows], np.float64)
+        if weights is not None:
             # A buffer without rows has no share in a batch, whatever its weight.
-            shares = np.array(list(self._weights.values())) * (counts > 0)
+            shares = np.array([weights.get(b.path, 0.0) for b in buffers]) * (counts > 0)
         total = shares.sum()
         return shares / total if total else shares
 
@@ -237,6 +238,8 @@ class BufferGroup(BatchSource):
     ) -> MixtureMaker:
         if request.order == "epoch":
             raise ValueError("order='epoch' is of one buffer: a group has no epochs")
+        if not getattr(request.order, "replacement", True) or hasattr(request.order, "state_dict"):
+            raise ValueError("a sampler that keeps a state is of one buffer, not of a group")
         self._check_fields(request.fields)
         makers: list[BatchMaker] = []
 

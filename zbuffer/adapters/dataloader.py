@@ -178,17 +178,15 @@ class _These:
 
 
 class _All:
-    """Draws every row there is, in their order; says which were asked for."""
+    """Draws every row there is, in their order."""
 
     replacement = False
 
     def __init__(self) -> None:
         self.position = 0
-        self.n_rows = 1
 
     def draw(self, n: int, rows: zbuffer.RowSet, rng: np.random.Generator, /) -> zbuffer.Draw:
         """Return the next rows."""
-        self.n_rows = len(rows)
         stop = min(self.position + n, len(rows))
         ids = rows.ids(np.arange(self.position, stop))
         self.position = stop
@@ -209,7 +207,6 @@ def _steps_with_window(buffer: zbuffer.Buffer, window: dict[str, Any]) -> Array:
     observations = set(buffer.schema.observations)
     names = [name for name in small if name not in observations][:1]
     wanted = {**window, "fields": names or None}
-    parts = []
     with buffer.loader(_SCAN, order=_All(), prefetch=0, **wanted) as loader:
         parts = [batch["indices"] for batch in loader]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)

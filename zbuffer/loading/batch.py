@@ -179,7 +179,7 @@ class Assembler:
         n = len(ids)
         discount = np.full(n, self._window.gamma, np.float32)
         if self._terminated is not None:
-            discount[self._rows.lookup(view, self._terminated)(ids)] = 0.0
+            discount[self._rows.take(view, self._terminated, ids)] = 0.0
         return {
             "discount": discount,
             "n_steps": np.ones(n, np.int64),
@@ -202,21 +202,16 @@ def lookups(
     truncated: str | None = None,
 ) -> Lookups:
     """Return the small fields of a view by row id, those that have a name."""
-
-    def column(name: str | None) -> Any:
-        return None if name is None else rows.lookup(view, name)
-
     named = {"reward": reward, "terminated": terminated, "truncated": truncated}
     kept = {role: rows.kept(view, name) for role, name in named.items() if name is not None}
+    columns = {role: rows.lookup(view, named[role] or "", found) for role, found in kept.items()}
     kept["step_type"] = rows.kept(view, STEP_TYPE)
-    whole = {role: column for role, column in kept.items() if column is not None}
+    whole = {role: found for role, found in kept.items() if found is not None}
     return Lookups(
         lambda ids: rows.step_types(view, ids),
         view.running_lanes,
-        column(reward),
-        column(terminated),
-        column(truncated),
-        whole if len(whole) == len(kept) else None,
+        **columns,
+        kept=whole if len(whole) == len(kept) else None,
     )
 
 

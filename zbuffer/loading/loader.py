@@ -306,8 +306,7 @@ class Loader:
                 raise ValueError(
                     f"the state is of a loader with {name}={state[name]}, this one has {mine}"
                 )
-        keeps = hasattr(self._maker.sampler, "state_dict")
-        if keeps != ("sampler" in state) and state["step"]:
+        if hasattr(self._maker.sampler, "state_dict") != ("sampler" in state):
             raise ValueError("the state is of a loader with another order")
 
 

@@ -21,7 +21,7 @@ class MixtureMaker:
     members
         What makes the parts, by the member's number.
     shares
-        Called for each batch: the probability of each member, float64, summing to 1.
+        Called for each batch with their number: the probability of each, float64, summing to 1.
 
     Notes
     -----
@@ -31,7 +31,7 @@ class MixtureMaker:
     def __init__(
         self,
         members: Callable[[], list[BatchMaker]],
-        shares: Callable[[], Array],
+        shares: Callable[[int], Array],
         uploader: Uploader,
         transform: Transform | None,
     ) -> None:
@@ -44,7 +44,8 @@ class MixtureMaker:
     def make(self, batch_size: int, rng: np.random.Generator) -> Made | None:
         """Draw from the members and gather; see :meth:`BatchMaker.make`."""
         self._uploader.begin()
-        members, shares = self._members(), self._shares()
+        members = self._members()
+        shares = self._shares(len(members))
         if len(shares) == 0 or shares.sum() == 0:
             raise SampleError("all buffers are empty: append rows before sampling")
         counts = rng.multinomial(batch_size, shares)

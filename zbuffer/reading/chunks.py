@@ -63,6 +63,12 @@ class View:
         """Return the ids of rows, counted from the oldest."""
         return self.first + positions if self.segments is None else self.segments.ids(positions)
 
+    def settled_stop(self, chunk_rows: int) -> int:
+        """One past the ids to which nothing is added any more, before the oldest page."""
+        if not self.pages:
+            return self.stop
+        return min(max(min(self.pages) * chunk_rows, self.first), self.stop)
+
     def contains(self, ids: Array) -> Array:
         """Return which ids are rows."""
         if self.segments is not None:

@@ -91,8 +91,7 @@ class Column:
         What is copied again is the same, bit by bit, for the rows that a reader of the
         array knows of; and a copy that began before a row was whole is never the last.
         """
-        sealed = min(view.pages, default=-1) * self._chunk_rows
-        sealed = view.stop if sealed < 0 else min(max(sealed, view.first), view.stop)
+        sealed = view.settled_stop(self._chunk_rows)
         values, base, have, _ = self._fill(view, sealed, n_threads)
         for chunk, page in view.pages.items():
             start = chunk * self._chunk_rows

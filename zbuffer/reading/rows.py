@@ -10,6 +10,7 @@ import numpy as np
 from zbuffer.errors import RowNotFoundError
 from zbuffer.forking import call_in_child
 from zbuffer.format.commit import LAST, MID, NO_ROW, Commit
+from zbuffer.format.segments import Segments
 from zbuffer.reading.chunks import FieldChunks, View
 from zbuffer.reading.columns import Columns
 from zbuffer.reading.gather import Gather
@@ -17,6 +18,7 @@ from zbuffer.schema import STEP_TYPE
 from zbuffer.storage import Store
 
 Array = np.ndarray[Any, Any]
+Kept = tuple[Array, int]
 
 
 class Rows:
@@ -47,6 +49,8 @@ class Rows:
             name: FieldChunks(store, name, field, commit.chunk_rows, gather)
             for name, field in self.fields.items()
         }
+        # With gaps: the steps with ids from one to another, to which none is added.
+        self._counted = (-1, 0, 0)
         self._columns = Columns(commit, self._chunks, budget_nbytes)
         call_in_child(self.after_fork)
 
@@ -96,9 +100,11 @@ class Rows:
         np.take(values, flat - base, axis=0, out=out.reshape(len(flat), *shape), mode="clip")
         return 0
 
-    def lookup(self, view: View, name: str) -> Callable[[Array], Array]:
-        """Return a function from row ids of the view to items of a field."""
-        kept = self.kept(view, name)
+    def lookup(self, view: View, name: str, kept: Kept | None) -> Callable[[Array], Array]:
+        """Return a function from row ids of the view to items of a field.
+
+        `kept` is what :meth:`kept` says of it.
+        """
         if kept is None:
             return lambda ids: self.take(view, name, ids)
         values, base = kept
@@ -115,14 +121,14 @@ class Rows:
                 n_blocks += self._chunks[name].hold(view, chunks, self.n_threads)
         return n_blocks
 
-    def kept(self, view: View, name: str) -> tuple[Array, int] | None:
+    def kept(self, view: View, name: str) -> Kept | None:
         """Return a field's array in memory and the id of its item 0; None where it is not."""
         column = self._columns.get(name, view)
         return None if column is None else column.upto(view, self.n_threads)
 
     def step_types(self, view: View, ids: Array) -> Array:
         """Return step types: NO_ROW outside the rows, LAST for the pending observation."""
-        look_up = self.lookup(view, STEP_TYPE)
+        look_up = self.lookup(view, STEP_TYPE, self.kept(view, STEP_TYPE))
         if view.segments is None and (
             ids.size == 0 or (ids.min() >= view.first and ids.max() < view.stop)
         ):
@@ -140,14 +146,28 @@ class Rows:
     def count_steps(self, view: View, commit: Commit) -> int:
         """Return how many rows of the view are steps; only those past the commit are looked at."""
         if view.segments is not None:
-            types = self.take(view, STEP_TYPE, view.ids(np.arange(view.n_rows)))
-            return int(np.count_nonzero(types <= MID))
+            return self._count_with_gaps(view, view.segments)
         counted, start = commit.steps, commit.rows
         if commit.first_row != view.first or commit.rows > view.stop:
             # The commit is of another moment than the view.
             counted, start = 0, view.first
         types = self.take(view, STEP_TYPE, np.arange(start, view.stop))
         return counted + int(np.count_nonzero(types <= MID))
+
+    def _count_with_gaps(self, view: View, segments: Segments) -> int:
+        settled = view.settled_stop(self.chunk_rows)
+        first, upto, counted = self._counted
+        if first != view.first or upto > settled:
+            upto, counted = view.first, 0
+
+        def between(start: int, stop: int) -> int:
+            low, high = segments.count_below(np.array([start, stop])).tolist()
+            types = self.take(view, STEP_TYPE, view.ids(np.arange(low, high)))
+            return int(np.count_nonzero(types <= MID))
+
+        counted += between(upto, settled)
+        self._counted = (view.first, settled, counted)
+        return counted + between(settled, view.stop)
 
     def after_fork(self) -> None:
         """Let go of locks that threads of the parent may have held."""

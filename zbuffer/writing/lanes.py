@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from zbuffer.format.tail import PageState
 from zbuffer.reading.chunks import View
 from zbuffer.schema import STEP_TYPE, flatten
 from zbuffer.storage.pages import Page
-from zbuffer.writing.chains import as_transitions
+from zbuffer.writing.chains import as_transitions, check_chain
 from zbuffer.writing.lane_space import LaneSpace
 from zbuffer.writing.rows import RowReader
 from zbuffer.writing.sealer import Sealer
@@ -94,61 +94,54 @@ class LaneWriter:
         with self._lock:
             return self._space.view()
 
-    def append(self, row: Mapping[str, Any], lanes: Any = None) -> None:
-        """Add one step of each lane, or of some."""
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one step of each lane, or of those that ``lanes`` names."""
         with self._lock:
             self._check_open()
-            chosen = self._chosen(lanes)
+            row, chosen = self._split(row)
             values, following = self._rows.steps(row)
             _check_length(values, len(chosen))
             if len(chosen):
                 self._append(chosen, values, following)
 
-    def extend(self, rows: Mapping[str, Any], *, lanes: Any = None) -> int:
+    def extend(self, rows: Mapping[str, Any]) -> int:
         """Add many steps, each of the lanes; returns how many rows that is."""
         with self._lock:
             self._check_open()
-            chosen = self._chosen(lanes)
-            flat = {name: _leading(name, value) for name, value in flatten(rows).items()}
-            lengths = {len(value) for value in flat.values()}
-            if len(lengths) != 1:
-                raise SchemaError(sorted(flat)[0], f"the fields have {sorted(lengths)} steps")
-            n = lengths.pop()
-            for t in range(n):
-                values, following = self._rows.steps({k: v[t] for k, v in flat.items()})
-                _check_length(values, len(chosen))
-                self._append(chosen, values, following)
-            return n * len(chosen)
+            rows, chosen = self._split(rows)
+            n_lanes = len(chosen)
+            flat = {n: _by_step(n, value, n_lanes) for n, value in flatten(rows).items()}
+            values, following = self._rows.steps(flat)
+            n = len(next(iter(values.values()))) // max(n_lanes, 1)
+            self._append_steps(chosen, n, values, following)
+            return n * n_lanes
 
-    def add_episode(self, rows: Mapping[str, Any], *, lane: int = 0) -> int:
-        """Add one whole episode to a lane; returns its number of steps."""
+    def add_episode(self, rows: Mapping[str, Any]) -> int:
+        """Add one whole episode to ``lane``, 0 by default; returns its number of steps."""
         with self._lock:
             self._check_open()
+            rest = dict(rows)
+            lane = rest.pop("lane", 0)
             chosen = self._chosen([lane])
             if self._space.running[lane]:
                 raise EpisodeError(
                     f"an episode is running in lane {lane}: call end_episode() before add_episode()"
                 )
-            values, following = self._rows.steps(as_transitions(self._schema, rows))
+            values, following = self._rows.steps(as_transitions(self._schema, rest))
             n = len(next(iter(values.values())))
-            for t in range(n):
-                here = slice(t, t + 1)
-                after = None
-                if following is not None:
-                    after = {name: value[here] for name, value in following.items()}
-                step = {name: value[here] for name, value in values.items()}
-                self._append(chosen, step, after)
+            self._append_steps(chosen, n, values, following)
             if self._space.running[lane]:
                 self._end(chosen, None)
             self._final_may_follow[lane] = False
             return n
 
-    def end_episode(self, final: Mapping[str, Any], lanes: Any = None) -> None:
-        """End the running episodes of all lanes, or of some."""
+    def end_episode(self, final: Mapping[str, Any]) -> None:
+        """End the running episodes of all lanes, or of those that ``lanes`` names."""
         with self._lock:
             self._check_open()
-            chosen = self._chosen(lanes)
-            if lanes is None:
+            everywhere = final.get("lanes") is None
+            final, chosen = self._split(final)
+            if everywhere:
                 open_ = self._space.running | (self._final_may_follow & bool(final))
                 if final and not open_.all():
                     raise EpisodeError("some lanes run no episode: say which ones with lanes=")
@@ -201,12 +194,41 @@ class LaneWriter:
 
     # -- steps ---------------------------------------------------------------
 
+    def _append_steps(
+        self, lanes: Array, n: int, values: dict[str, Array], following: dict[str, Array] | None
+    ) -> None:
+        """Append `n` steps of each lane, whose fields have them step by step; all, or none.
+
+        But for a full disk: then those that fitted are stored.
+        """
+        n_lanes = len(lanes)
+        if following is not None:
+            done = self._done(values)
+            for lane in range(n_lanes):
+                of = slice(lane, None, n_lanes)
+                check_chain(
+                    self._schema,
+                    {name: value[of] for name, value in values.items()},
+                    {name: value[of] for name, value in following.items()},
+                    done[of],
+                )
+        for t in range(n):
+            of = slice(t * n_lanes, (t + 1) * n_lanes)
+            after = None
+            if following is not None:
+                after = {name: value[of] for name, value in following.items()}
+            self._append(lanes, {name: value[of] for name, value in values.items()}, after)
+
+    def _done(self, values: Mapping[str, Array]) -> Array:
+        done = np.zeros(len(next(iter(values.values()))), bool)
+        for name in self._ends:
+            done |= values[name]
+        return done
+
     def _append(
         self, lanes: Array, values: dict[str, Array], following: dict[str, Array] | None
     ) -> None:
-        done = np.zeros(len(lanes), bool)
-        for name in self._ends:
-            done |= values[name]
+        done = self._done(values)
         check = self._space.running[lanes] & self._space.pending[lanes]
         if check.any():
             self._check_follows(lanes, values, check)
@@ -274,6 +296,11 @@ class LaneWriter:
 
     # -- arguments ----------------------------------------------------------------
 
+    def _split(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], Array]:
+        """Return a row without its ``lanes``, and these."""
+        rest = dict(row)
+        return rest, self._chosen(rest.pop("lanes", None))
+
     def _chosen(self, lanes: Any) -> Array:
         n = self._n_lanes
         if lanes is None:
@@ -313,8 +340,10 @@ def _check_length(values: Mapping[str, Array], n: int) -> None:
             raise SchemaError(name, f"has {len(value)} rows for {n} lanes")
 
 
-def _leading(name: str, value: Any) -> Sequence[Any]:
+def _by_step(name: str, value: Any, n_lanes: int) -> Any:
+    """Return an array or tensor (steps, lanes, ...) with both axes as one."""
     array: Any = value if hasattr(value, "shape") else np.asarray(value)
-    if len(array.shape) < 2:
-        raise SchemaError(name, f"must have axes of steps and lanes, got shape {array.shape}")
-    return array  # type: ignore[no-any-return]  # an array or a tensor
+    shape = tuple(array.shape)
+    if len(shape) < 2 or shape[1] != n_lanes:
+        raise SchemaError(name, f"must have axes of steps and {n_lanes} lanes, got shape {shape}")
+    return array.reshape((shape[0] * n_lanes, *shape[2:]))

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from zbuffer.errors import DamagedError
 from zbuffer.format import layout
 from zbuffer.format.commit import MID, Commit
 from zbuffer.format.segments import encode_segments
 from zbuffer.reading.segments import read_segments
 from zbuffer.schema import STEP_TYPE
 from zbuffer.storage import Store
+from zbuffer.writing.stored import read_chunk
 
 Array = np.ndarray[Any, Any]
 
@@ -121,28 +121,12 @@ class Ledger:
         commit = self._commit
         n = commit.stop_chunk - self._first
         if commit.lanes > 1:
-            types = read_step_types(store, commit)
-            counts = (types <= MID).sum(axis=1)
-            return [int(count) for count in counts]
+            chunks = range(commit.first_chunk, commit.stop_chunk)
+            types = (read_chunk(store, commit, STEP_TYPE, chunk) for chunk in chunks)
+            return [int(np.count_nonzero(column <= MID)) for column in types]
         if n == 0:
             return []
         # The last chunk's steps are those that the commit counts beyond the others.
         before = self.table[:, 1].tolist()
         steps = [after - here for here, after in pairwise(before)]
         return [*steps, commit.steps - sum(steps)]
-
-
-def read_step_types(store: Store, commit: Commit) -> Array:
-    """Return the step types of the committed live chunks, uint8 (n, chunk_rows)."""
-    import blosc2
-
-    field = commit.fields[STEP_TYPE]
-    types = np.empty((commit.stop_chunk - commit.first_chunk, commit.chunk_rows), np.uint8)
-    for at, chunk in enumerate(range(commit.first_chunk, commit.stop_chunk)):
-        key = layout.chunk_path(STEP_TYPE, field, chunk)
-        try:
-            raw = blosc2.decompress2(store.read(key)[:-4], nthreads=1)
-            types[at] = np.frombuffer(raw, np.uint8)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise DamagedError(f"{store.path}/{key} cannot be decoded: {error}") from error
-    return types

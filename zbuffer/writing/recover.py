@@ -16,8 +16,8 @@ from zbuffer.reading.segments import read_segments
 from zbuffer.schema import STEP_TYPE
 from zbuffer.storage.local import LocalStore
 from zbuffer.storage.pages import Page, page_file, page_numbers
-from zbuffer.writing.ledger import read_step_types
 from zbuffer.writing.segment_table import SegmentTable
+from zbuffer.writing.stored import read_chunk
 
 
 def write_new(store: LocalStore, commit: Commit) -> None:
@@ -112,21 +112,19 @@ def lane_state(
     """Return the segments that there are, and the steps of each lane so far."""
     table = read_segments(store, commit)
     rows, _ = overlay(table, commit, {page.chunk: page for page in pages})
-    types = read_step_types(store, commit)
     size, first = commit.rows_of_segment, commit.first_chunk
-    steps = np.zeros(commit.lanes, np.int64)
     by_page = {page.chunk: page.columns[STEP_TYPE] for page in pages}
-    for at, (lane, before, used) in enumerate(rows.tolist()):
-        if lane < 0 or used == 0:
-            continue
+    # Only the newest segment of a lane has steps that the table does not count yet.
+    newest = {lane: at for at, (lane, _, used) in enumerate(rows.tolist()) if lane >= 0 and used}
+    steps = np.zeros(commit.lanes, np.int64)
+    for lane, at in newest.items():
         chunk, place = divmod(at, commit.segments_of_chunk)
         column = by_page.get(first + chunk)
         if column is None:
-            column = types[chunk]
-        here = column[place * size : place * size + used]
-        steps[lane] = before + int(np.count_nonzero(here <= MID))
-    start = first * commit.segments_of_chunk
-    return SegmentTable(size, start, rows), steps
+            column = read_chunk(store, commit, STEP_TYPE, first + chunk)
+        here = column[place * size : place * size + rows[at, 2]]
+        steps[lane] = rows[at, 1] + np.count_nonzero(here <= MID)
+    return SegmentTable(size, first * commit.segments_of_chunk, rows), steps
 
 
 def take_over(commit: Commit) -> Commit:
@@ -140,21 +138,7 @@ def _is_full(page: Page, commit: Commit) -> bool:
 
 def _refill(store: LocalStore, commit: Commit, page: Page, count: int) -> None:
     """Decode the part-filled last chunk back into a page."""
-    import blosc2
-
     for name, field in commit.fields.items():
-        if field.nbytes == 0:
-            continue
-        key = layout.chunk_path(name, field, page.chunk)
-        try:
-            raw = blosc2.decompress2(store.read(key)[:-4], nthreads=1)
-        except (FileNotFoundError, RuntimeError, ValueError) as error:
-            raise DamagedError(f"{store.path}/{key} cannot be decoded: {error}") from error
-        if len(raw) != field.nbytes * commit.chunk_rows:
-            raise DamagedError(
-                f"{store.path}/{key} holds {len(raw)} bytes, wanted "
-                f"{field.nbytes * commit.chunk_rows}"
-            )
-        rows = np.frombuffer(raw, field.dtype).reshape(commit.chunk_rows, *field.shape)
-        page.columns[name][:count] = rows[:count]
+        if field.nbytes > 0:
+            page.columns[name][:count] = read_chunk(store, commit, name, page.chunk)[:count]
     page.publish(PageState(count))

@@ -135,15 +135,15 @@ class Sealer:
 
     def _seal(self, job: _Job) -> None:
         commit, page = self.commit, job.page
+        used = np.array([job.count])
+        if job.segments is not None:
+            # Segments of the chunk that are nobody's yet have no rows.
+            used = np.zeros(commit.segments_of_chunk, np.int64)
+            used[: job.count] = job.segments[:, 2]
         written = 0
         for name, field in commit.fields.items():
             if field.nbytes > 0:
-                fill = NO_ROW if name == STEP_TYPE else 0
-                if job.segments is None:
-                    raw = _padded(page.columns[name], job.count, fill)
-                else:
-                    used = job.segments[:, 2]
-                    raw = _padded_segments(page.columns[name], used, commit.rows_of_segment, fill)
+                raw = _padded(page.columns[name], used, NO_ROW if name == STEP_TYPE else 0)
                 data = self._encoders[name](raw)
                 self._store.write(layout.chunk_path(name, field, page.chunk), data)
                 written += len(data)
@@ -196,24 +196,15 @@ class Sealer:
                 self._store.delete(key)
 
 
-def _padded(column: Array, count: int, fill: int) -> Array:
-    """Return a whole chunk whose rows from `count` on are the fill value."""
+def _padded(column: Array, used: Array, fill: int) -> Array:
+    """Return a whole chunk of whose segments only the used rows are not the fill value."""
     chunk_rows = len(column) - 1
-    if count == chunk_rows:
+    segment_rows = chunk_rows // len(used)
+    if (used == segment_rows).all():
         return column[:chunk_rows]
     padded = np.zeros((chunk_rows, *column.shape[1:]), column.dtype)
     if fill:
-        padded[count:] = fill
-    padded[:count] = column[:count]
-    return padded
-
-
-def _padded_segments(column: Array, used: Array, segment_rows: int, fill: int) -> Array:
-    """Return a whole chunk of whose segments only the used rows are not the fill value."""
-    chunk_rows = len(column) - 1
-    if len(used) * segment_rows == chunk_rows and (used == segment_rows).all():
-        return column[:chunk_rows]
-    padded = np.full((chunk_rows, *column.shape[1:]), np.array(fill).astype(column.dtype))
+        padded[...] = fill
     for segment, count in enumerate(used.tolist()):
         start = segment * segment_rows
         padded[start : start + count] = column[start : start + count]
